@@ -1,0 +1,259 @@
+"""Seeded tasks of the BugFix gym: short programs, each with exactly one bug in one line.
+
+A task states its goal in words, left to right (`a minus b times 3`), one phrase for each line of the program
+(`r = a - b` and `r = r * 3`). The bug comes from one of five families, and one line differs from the reference in
+one place. The first test is visible through the tool `run`; the hidden ones decide the reward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from random import Random
+from typing import TypedDict
+
+from .language import INPUTS, Outcome, run_program
+
+NUM_TRAINING_TASKS = 20
+NUM_HELD_OUT_TASKS = 10
+NUM_HIDDEN_TESTS = 6
+_WORD_OF_OPERATOR = {"+": "plus", "-": "minus", "*": "times", "/": "over", "%": "mod"}
+_LINE_COUNTS, _LINE_COUNT_WEIGHTS = (1, 2, 3), (8, 3, 1)
+
+
+class TestCase(TypedDict):
+    """Inputs by name, and the value that the program should leave in `r`."""
+
+    inputs: dict[str, int]
+    want: int
+
+
+class BugFixTask(TypedDict):
+    """One task; all fields are plain data, so a task can be stored as JSON or as a row of a data set."""
+
+    id: str
+    family: str
+    goal: str
+    program: list[str]
+    reference: list[str]
+    visible_test: TestCase
+    hidden_tests: list[TestCase]
+
+
+def bugfix_tasks(seed: int = 0) -> tuple[list[BugFixTask], list[BugFixTask]]:
+    """Makes the training and the held-out tasks; no program is in both.
+
+    Args:
+        seed: Decides all tasks.
+
+    Returns:
+        20 training tasks and 10 held-out tasks, every bug family in equal numbers.
+
+    Example:
+        >>> training, held_out = bugfix_tasks()
+        >>> len(training), len(held_out), training[0]["id"]
+        (20, 10, 'train-00-operator')
+    """
+    taken: set[tuple[str, ...]] = set()
+    tasks = []
+    for task in _generate(Random(f"bugfix-{seed}"), taken):
+        taken.add(tuple(task["reference"]))
+        tasks.append(task)
+        if len(tasks) == NUM_TRAINING_TASKS + NUM_HELD_OUT_TASKS:
+            break
+    training, held_out = tasks[:NUM_TRAINING_TASKS], tasks[NUM_TRAINING_TASKS:]
+    return (
+        [_named(task, "train", index) for index, task in enumerate(training)],
+        [_named(task, "held-out", index) for index, task in enumerate(held_out)],
+    )
+
+
+def practice_tasks(count: int, seed: int = 0) -> list[BugFixTask]:
+    """Makes tasks for demonstrations; none of their programs is a training or held-out program of the same seed.
+
+    Args:
+        count: How many.
+        seed: Decides all tasks; give the seed of `bugfix_tasks`.
+
+    Returns:
+        `count` tasks, the bug families in turn.
+
+    Example:
+        >>> [task["id"] for task in practice_tasks(2)]
+        ['practice-00-operator', 'practice-01-constant']
+    """
+    training, held_out = bugfix_tasks(seed)
+    taken = {tuple(task["reference"]) for task in training + held_out}
+    tasks = _generate(Random(f"bugfix-practice-{seed}"), taken)
+    return [_named(next(tasks), "practice", index) for index in range(count)]
+
+
+def passes(program: Sequence[str], tests: Sequence[TestCase]) -> bool:
+    """Whether a program leaves the wanted value in every test.
+
+    Args:
+        program: The lines; they must parse.
+        tests: The tests.
+
+    Returns:
+        True if all tests pass; an error word is a failure.
+
+    Example:
+        >>> passes(["r = a + b"], [{"inputs": {"a": 1, "b": 2}, "want": 3}])
+        True
+    """
+    return all(run_program(program, test["inputs"]) == Outcome(test["want"]) for test in tests)
+
+
+def _named(task: BugFixTask, split: str, index: int) -> BugFixTask:
+    task["id"] = f"{split}-{index:02d}-{task['family']}"
+    return task
+
+
+def _generate(random: Random, taken: set[tuple[str, ...]]) -> Iterator[BugFixTask]:
+    """Yields tasks whose references are not in `taken`, the bug families in turn."""
+    while True:
+        for family in BUG_FAMILIES:
+            task = None
+            while task is None:
+                task = _try_task(random, family, taken)
+            yield task
+
+
+def _try_task(random: Random, family: str, taken: set[tuple[str, ...]]) -> BugFixTask | None:
+    """Makes one task, or None where the drawn program is taken, cannot hold the bug, or has tests that miss it."""
+    goal, reference = _draw_program(random)
+    if tuple(reference) in taken:
+        return None
+    mutants = [
+        [*reference[:index], mutant, *reference[index + 1 :]]
+        for index, line in enumerate(reference)
+        for mutant in BUG_FAMILIES[family](line)
+    ]
+    tests = _draw_tests(random, reference)
+    if not mutants or tests is None:
+        return None
+    program = random.choice(mutants)
+    if passes(program, tests[:1]) or passes(program, tests[1:]):
+        return None
+    return BugFixTask(
+        id="",
+        family=family,
+        goal=goal,
+        program=program,
+        reference=reference,
+        visible_test=tests[0],
+        hidden_tests=tests[1:],
+    )
+
+
+def _draw_program(random: Random) -> tuple[str, list[str]]:
+    """Returns a goal and the lines that do what it says."""
+    num_lines = random.choices(_LINE_COUNTS, _LINE_COUNT_WEIGHTS)[0]
+    parts = [random.choice(_FIRST_PARTS)(random)]
+    parts += [random.choice(_LATER_PARTS)(random) for _ in range(num_lines - 1)]
+    return " ".join(phrase for phrase, _ in parts), [line for _, line in parts]
+
+
+def _draw_digit(random: Random) -> str:
+    return str(random.randint(2, 8))
+
+
+def _draw_atom(random: Random) -> str:
+    return random.choice(INPUTS) if random.random() < 0.5 else _draw_digit(random)
+
+
+def _start(random: Random) -> tuple[str, str]:
+    left, right = random.sample(INPUTS, 2)
+    operator = random.choice("+-*/%")
+    if random.random() < 0.3:
+        right = _draw_digit(random)
+    return f"{left} {_WORD_OF_OPERATOR[operator]} {right}", f"r = {left} {operator} {right}"
+
+
+def _start_if(random: Random) -> tuple[str, str]:
+    left, right = random.sample(INPUTS, 2)
+    word, comparison = random.choice((("above", ">"), ("below", "<")))
+    if random.random() < 0.3:
+        right = _draw_digit(random)
+    return f"{left} {word} {right}", f"if {left} {comparison} {right} : r = {left}"
+
+
+def _operation(random: Random) -> tuple[str, str]:
+    operator, atom = random.choice("+-*"), _draw_atom(random)
+    return f"{_WORD_OF_OPERATOR[operator]} {atom}", f"r = r {operator} {atom}"
+
+
+def _bound(random: Random) -> tuple[str, str]:
+    (word, comparison), atom = random.choice((("most", ">"), ("least", "<"))), _draw_atom(random)
+    return f"at {word} {atom}", f"if r {comparison} {atom} : r = {atom}"
+
+
+def _repetition(random: Random) -> tuple[str, str]:
+    count, operator, atom = _draw_digit(random), random.choice("+-"), random.choice(INPUTS)
+    return f"repeat {count} {_WORD_OF_OPERATOR[operator]} {atom}", f"repeat {count} : r = r {operator} {atom}"
+
+
+def _loop(random: Random) -> tuple[str, str]:
+    (operator, comparison), step, end = random.choice((("+", "<"), ("-", ">"))), _draw_digit(random), _draw_atom(random)
+    return (
+        f"{_WORD_OF_OPERATOR[operator]} {step} until {end}",
+        f"while r {comparison} {end} : r = r {operator} {step}",
+    )
+
+
+_FIRST_PARTS: tuple[Callable[[Random], tuple[str, str]], ...] = (_start, _start, _start, _start_if)
+_LATER_PARTS: tuple[Callable[[Random], tuple[str, str]], ...] = (_operation, _operation, _bound, _repetition, _loop)
+
+
+def _draw_tests(random: Random, reference: Sequence[str]) -> list[TestCase] | None:
+    """Draws one visible and `NUM_HIDDEN_TESTS` hidden tests; None where the reference fails or hardly varies."""
+    tests: list[TestCase] = []
+    for _ in range(1 + NUM_HIDDEN_TESTS):
+        inputs = dict(zip(INPUTS, random.sample(range(1, 10), len(INPUTS)), strict=True))
+        outcome = run_program(reference, inputs)
+        if outcome.value is None:
+            return None
+        tests.append(TestCase(inputs=inputs, want=outcome.value))
+    return tests if len({test["want"] for test in tests}) > 2 else None
+
+
+def _replaced(line: str, choices: Callable[[str], Sequence[str]], first: int) -> list[str]:
+    """All lines in which one word at or after position `first` is replaced by one of its `choices`."""
+    words = line.split()
+    return [
+        " ".join([*words[:index], choice, *words[index + 1 :]])
+        for index in range(first, len(words))
+        for choice in choices(words[index])
+    ]
+
+
+def _wrong_operator(line: str) -> list[str]:
+    others = {"+": "-*", "-": "+*", "*": "+-", "/": "%*", "%": "/-"}
+    return _replaced(line, lambda word: others.get(word, ""), 0)
+
+
+def _wrong_constant(line: str) -> list[str]:
+    return _replaced(line, lambda word: [str(int(word) - 1), str(int(word) + 1)] if word.isdigit() else [], 0)
+
+
+def _swapped_operands(line: str) -> list[str]:
+    words = line.split()
+    swapped = [*words[:-3], words[-1], words[-2], words[-3]]
+    return [" ".join(swapped)] if words[-2] in ("-", "/", "%") else []
+
+
+def _wrong_variable(line: str) -> list[str]:
+    return _replaced(line, lambda word: [name for name in INPUTS if name != word] if word in INPUTS else [], 1)
+
+
+def _wrong_comparison(line: str) -> list[str]:
+    return _replaced(line, lambda word: {"<": ">", ">": "<"}.get(word, ""), 0)
+
+
+BUG_FAMILIES: dict[str, Callable[[str], list[str]]] = {
+    "operator": _wrong_operator,
+    "constant": _wrong_constant,
+    "operands": _swapped_operands,
+    "variable": _wrong_variable,
+    "comparison": _wrong_comparison,
+}

@@ -1,0 +1,343 @@
+"""The LightningDataModule: rollouts or a data set in, planned microbatches out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from datasets import Dataset
+from lightning.pytorch import LightningDataModule
+from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler
+from typing_extensions import override
+
+from lit_rl import strategies
+from lit_rl.advantages import Baseline, Scale
+from lit_rl.data.batch import PackedBatch
+from lit_rl.data.evaluation import EvaluationRequest, reward_statistics
+from lit_rl.data.iteration import Iteration, IterationOptions, build_iteration
+from lit_rl.data.loader import ResumableLoader
+from lit_rl.data.sampler import TokenBudgetSampler
+from lit_rl.data.state import trajectories_from_state, trajectories_to_state
+from lit_rl.data.summary import DatasetTrajectories, Summary, summarize
+from lit_rl.policy.module import PolicyModule
+from lit_rl.rollout.collect import Rollouts
+from lit_rl.trajectory import Trajectory
+
+
+class PackedDataModule(LightningDataModule):
+    """Plans packed microbatches of an iteration's trajectories, and hands them out so that any stop can be resumed.
+
+    One Trainer epoch is one iteration: with a `Rollouts` source its trajectories are made by the current policy when
+    the epoch begins; with a data set, an epoch is one pass over it. The plan is the same on every rank, and the data
+    module sets `Trainer(accumulate_grad_batches)` to the smallest number K of microbatches per step that fits the
+    token budget (a K > 1 that you give is kept). `reload_dataloaders_every_n_epochs` is set to 1 for you.
+
+    Args:
+        source: Where trajectories come from: `rollouts(environment, tasks, ...)`, a `datasets.Dataset` as
+            `to_dataset` writes it, or a list of `Trajectory`.
+        max_tokens: The token budget: most positions of one microbatch, padding included.
+        steps_per_iteration: Optimizer steps per iteration.
+        trajectories_per_step: Instead of `steps_per_iteration`: about this many trajectories make one step.
+        overlong: What to do with a trajectory longer than `max_tokens`: "raise", "drop" or "truncate" (counted).
+        baseline: As in `group_advantages`; "none" makes the reward itself the advantage.
+        scale: As in `group_advantages`.
+        eps: As in `group_advantages`.
+        missing_rewards: "raise", or "ignore" to leave unscored trajectories out of baseline and loss (counted).
+        truncated: "keep" trains truncated trajectories; "mask" takes their tokens out of the loss, while their
+            reward still counts in the baseline.
+        partition: Whether a step gets whole groups ("groups") or any trajectories ("trajectories").
+        old_log_probs: With several steps per iteration, what the ratio is taken against: "recompute" (the policy
+            before the first update, with the same plan) or "sampler" (the trajectories' own `log_probs`).
+        cost: Cost of segments by their lengths, for balancing; `None` takes it from the model's shape.
+        seed: Of the partition into steps and the order of microbatches.
+        num_workers: Processes that build microbatches ahead; 0 is right for trajectories in memory.
+        validation_tasks: Held-out tasks, attempted with the source's environment in `Trainer.validate` and during
+            `fit`; logs `val/reward`, `val/pass_rate` and more.
+        validation_attempts: Trajectories per held-out task.
+        validation_data: Instead of tasks: held-out trajectories; logs `val/nats_per_token`.
+
+    Raises:
+        TypeError: The source or the budget has the wrong type.
+        ValueError: The budget cannot work.
+
+    Example:
+        >>> data = [Trajectory([1, 2, 3], [0, 1, 1], reward=float(i % 2), task="a") for i in range(4)]
+        >>> PackedDataModule(data, max_tokens=8).rollouts is None
+        True
+    """
+
+    def __init__(
+        self,
+        source: Rollouts | Dataset | Sequence[Trajectory],
+        *,
+        max_tokens: int,
+        steps_per_iteration: int = 1,
+        trajectories_per_step: int | None = None,
+        overlong: Literal["raise", "drop", "truncate"] = "raise",
+        baseline: Baseline = "mean",
+        scale: Scale = "std",
+        eps: float = 1e-6,
+        missing_rewards: Literal["raise", "ignore"] = "raise",
+        truncated: Literal["keep", "mask"] = "keep",
+        partition: Literal["groups", "trajectories"] = "groups",
+        old_log_probs: Literal["recompute", "sampler"] = "recompute",
+        cost: Callable[[Any], Any] | None = None,
+        seed: int = 0,
+        num_workers: int = 0,
+        validation_tasks: Sequence[Mapping[str, Any]] | None = None,
+        validation_attempts: int = 1,
+        validation_data: Dataset | Sequence[Trajectory] | None = None,
+    ) -> None:
+        super().__init__()
+        self.rollouts = source if isinstance(source, Rollouts) else None
+        self._trajectories = None if self.rollouts is not None else _as_trajectories(source)
+        self._options = {
+            "max_tokens": max_tokens,
+            "num_steps": steps_per_iteration,
+            "overlong": overlong,
+            "baseline": baseline,
+            "scale": scale,
+            "eps": eps,
+            "missing_rewards": missing_rewards,
+            "truncated": truncated,
+            "partition": partition,
+            "cost": cost,
+        }
+        IterationOptions(**self._options)  # bad values are refused here, not at the first epoch
+        self.max_tokens, self.trajectories_per_step = max_tokens, trajectories_per_step
+        self.old_log_probs, self.seed, self.num_workers = old_log_probs, seed, num_workers
+        self.validation_tasks, self.validation_attempts = validation_tasks, validation_attempts
+        self._validation = None if validation_data is None else _as_trajectories(validation_data)
+        if validation_tasks is not None and self.rollouts is None:
+            raise ValueError(
+                "`validation_tasks` need a `rollouts(...)` source to act in; give `validation_data` instead"
+            )
+        self.iteration: Iteration | None = None
+        self.rollout_statistics: dict[str, float] = {}
+        self.rollout_seconds = self.old_log_probs_seconds = 0.0
+        self._summary: Summary | None = None
+        self._old: list[Tensor] | None = None
+        self._users_k: int | None = None
+        self._restored: dict[str, Any] | None = None
+
+    # --- Lightning hooks ---------------------------------------------------------------------------------------
+
+    @override
+    def setup(self, stage: str) -> None:
+        if stage != "fit" or self.trainer is None:
+            return
+        trainer = self.trainer
+        if trainer.reload_dataloaders_every_n_epochs not in (0, 1):
+            raise MisconfigurationException(
+                f"`Trainer(reload_dataloaders_every_n_epochs={trainer.reload_dataloaders_every_n_epochs})` would train "
+                "several epochs on the trajectories of one; leave it away (it is set to 1)"
+            )
+        if trainer.overfit_batches:
+            raise MisconfigurationException(
+                f"`Trainer(overfit_batches={trainer.overfit_batches})` would replace the plan's sampler; use "
+                "`limit_train_batches` instead"
+            )
+        trainer.reload_dataloaders_every_n_epochs = 1
+        if self._users_k is None:
+            self._users_k = trainer.accumulate_grad_batches
+
+    @override
+    def train_dataloader(self) -> ResumableLoader:
+        module, epoch = self._module(), self.trainer.current_epoch
+        trajectories = self._take_restored(epoch)
+        if trajectories is None:
+            trajectories = self._collect(module, epoch)
+        self.iteration = iteration = self._plan(trajectories, module, epoch)
+        self.trainer.accumulate_grad_batches = iteration.plan.microbatches_per_step
+        if self.rollouts is not None:
+            self.rollout_statistics = reward_statistics(trajectories) | self.rollouts.last_statistics
+        dropped = {f"dropped/{reason}": float(number) for reason, number in iteration.dropped.items()}
+        self.rollout_statistics = self.rollout_statistics | dropped
+        if not iteration.kept:
+            rank_zero_warn(f"iteration {epoch} has nothing to train on: {iteration.dropped}; its steps change nothing")
+        self._old = self._settle_old_log_probs(module)
+        return self._loader(iteration, self._old)
+
+    @override
+    def val_dataloader(self) -> DataLoader | list[Any]:
+        if self.validation_tasks is not None:
+            rank, world_size = self._place()
+            request = EvaluationRequest(
+                self._rollouts(), list(self.validation_tasks), self.validation_attempts, None, rank, world_size
+            )
+            return DataLoader([request], sampler=EveryRankSampler([request]), batch_size=None)
+        if self._validation is not None:
+            options = {"loss_on": "scored", "baseline": "none", "scale": "none", "num_steps": 1}
+            return self._loader(self._plan(self._validation, self._module(), 0, **options), None)
+        return []
+
+    @override
+    def predict_dataloader(self) -> DataLoader:
+        if self.validation_tasks is None:
+            raise MisconfigurationException(
+                "`Trainer.predict` attempts `validation_tasks`; give them to the data module"
+            )
+        requests = [EvaluationRequest(self._rollouts(), [t], self.validation_attempts) for t in self.validation_tasks]
+        return DataLoader(requests, batch_size=None)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        if self.iteration is None:
+            return {}
+        online = self.rollouts is not None
+        return {
+            "iteration": self.iteration.index,
+            "trajectories": trajectories_to_state(self.iteration.trajectories) if online else None,
+            "old_log_probs": self._old,
+            "rollout_statistics": dict(self.rollout_statistics),
+            "task_sampler": self._rollouts().task_sampler.state_dict() if online else None,
+        }
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if not state_dict:
+            return
+        self._restored = state_dict
+        if self.rollouts is not None and state_dict["task_sampler"] is not None:
+            self.rollouts.task_sampler.load_state_dict(state_dict["task_sampler"])
+
+    # --- private -----------------------------------------------------------------------------------------------
+
+    def _module(self) -> PolicyModule:
+        module = self.trainer.lightning_module
+        if not isinstance(module, PolicyModule):
+            raise MisconfigurationException(f"`PackedDataModule` trains a PolicyModule, got {type(module).__name__}")
+        return module
+
+    def _rollouts(self) -> Rollouts:
+        assert self.rollouts is not None
+        return self.rollouts
+
+    def _place(self) -> tuple[int, int]:
+        return strategies.data_parallel_rank_and_size(self.trainer)
+
+    def _take_restored(self, epoch: int) -> Sequence[Trajectory] | None:
+        restored, self._restored = self._restored, None
+        self._old = None
+        if restored is None or restored["iteration"] != epoch:
+            return None
+        self._old = restored["old_log_probs"]
+        self.rollout_statistics = dict(restored["rollout_statistics"])
+        return self._trajectories if self.rollouts is None else trajectories_from_state(restored["trajectories"])
+
+    def _collect(self, module: PolicyModule, epoch: int) -> Sequence[Trajectory]:
+        if self._trajectories is not None:
+            return self._trajectories
+        rank, world_size = self._place()
+        started = time.perf_counter()
+        trajectories = self._rollouts().collect(
+            module.policy,
+            iteration=epoch,
+            rank=rank,
+            world_size=world_size,
+            temperature=module.temperature,
+            progress=self.trainer.progress_bar_callback is not None,
+        )
+        self.rollout_seconds = time.perf_counter() - started
+        return trajectories
+
+    def _plan(self, trajectories: Sequence[Trajectory], module: PolicyModule, epoch: int, **changes: Any) -> Iteration:
+        summary = None
+        if trajectories is self._trajectories:
+            summary = self._summary = self._summary or summarize(trajectories)
+        assert module.policy is not None
+        values = {
+            **self._options,
+            "layout": module.policy.layout,
+            "normalization": module.normalization,
+            "constant": module.constant,
+            "denominator": module.denominator,
+            "loss_on": module.loss_on,
+            "objective": strategies.planning_objective(self.trainer),
+            "microbatches_per_step": self._users_k if (self._users_k or 1) > 1 and not changes else None,
+            "world_size": self._place()[1],
+            "seed": hash((self.seed, epoch)) % 2**31,
+        }
+        if self.trajectories_per_step is not None:
+            values["num_steps"] = max(1, round(len(trajectories) / self.trajectories_per_step))
+        return build_iteration(trajectories, epoch, IterationOptions(**(values | changes)), summary)
+
+    def _loader(self, iteration: Iteration, old: list[Tensor] | None) -> ResumableLoader:
+        sampler = TokenBudgetSampler.from_plan(iteration.plan, self._place()[0])
+        return ResumableLoader(_Microbatches(iteration, old), sampler, num_workers=self.num_workers)
+
+    def _settle_old_log_probs(self, module: PolicyModule) -> list[Tensor] | None:
+        iteration = self.iteration
+        assert iteration is not None
+        if self._old is not None or not module.needs_old_log_probs:
+            return self._old
+        if self.old_log_probs == "sampler":
+            return [_required_log_probs(t, number) for number, t in enumerate(iteration.trajectories)]
+        if iteration.plan.num_steps == 1:
+            return None  # before the only update the policy is its own reference: the ratio is exactly 1
+        started = time.perf_counter()
+        mine: dict[int, Tensor] = {}
+        with torch.no_grad(), self.trainer.precision_plugin.train_step_context():
+            for batch in self._loader(iteration, None):
+                moved = batch.to(module.device)
+                mine.update(_by_trajectory(batch, moved, module.policy(moved).log_probs))
+        old = [torch.zeros(length) for length in iteration.lengths]
+        for share in strategies.gather_over_ranks(mine):
+            for number, log_probs in share.items():
+                old[number] = log_probs
+        self.old_log_probs_seconds = time.perf_counter() - started
+        return old
+
+
+class _Microbatches:
+    """The data set that the sampler's index lists are looked up in."""
+
+    def __init__(self, iteration: Iteration, old_log_probs: list[Tensor] | None) -> None:
+        self.iteration = iteration
+        self.old_log_probs = old_log_probs
+
+    def __getitem__(self, indices: Sequence[int]) -> PackedBatch:
+        return self.iteration.microbatch(indices, self.old_log_probs)
+
+    def __len__(self) -> int:
+        return len(self.iteration)
+
+
+class EveryRankSampler(DistributedSampler):
+    """Gives every item to every rank; a `DistributedSampler` only so that Lightning leaves it alone."""
+
+    def __init__(self, items: Sequence[Any]) -> None:
+        super().__init__(items, num_replicas=1, rank=0, shuffle=False)  # type: ignore[arg-type]
+
+
+def _by_trajectory(batch: PackedBatch, moved: PackedBatch, log_probs: Tensor) -> dict[int, Tensor]:
+    flat = moved.grid(log_probs).flatten().cpu()
+    pieces = zip(
+        batch.trajectory_index.tolist(), batch.segment_starts.tolist(), batch.segment_lengths.tolist(), strict=True
+    )
+    return {index: flat[start : start + length] for index, start, length in pieces if index >= 0}
+
+
+def _as_trajectories(source: Any) -> Sequence[Trajectory]:
+    if isinstance(source, Dataset):
+        return DatasetTrajectories(source)
+    if isinstance(source, Sequence) and all(isinstance(item, Trajectory) for item in source):
+        return source
+    raise TypeError(
+        f"the source is a {type(source).__name__}; expected `rollouts(...)`, a datasets.Dataset of trajectories, or a "
+        "list of Trajectory"
+    )
+
+
+def _required_log_probs(trajectory: Trajectory, number: int) -> Tensor:
+    if trajectory.log_probs is None:
+        raise ValueError(
+            f"trajectory {number} (task {trajectory.task!r}) has no `log_probs`; `old_log_probs='sampler'` needs them, "
+            "'recompute' does not"
+        )
+    return trajectory.log_probs

@@ -1,0 +1,84 @@
+"""Held-out tasks as one item of a validation or prediction loader."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from lit_rl.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    from lit_rl.policy.module import PolicyModule
+    from lit_rl.rollout.collect import Rollouts
+
+
+@dataclass(frozen=True)
+class EvaluationRequest:
+    """Tasks that the current policy is to attempt.
+
+    Args:
+        rollouts: How episodes are made.
+        tasks: The tasks, each with an "id".
+        attempts: Trajectories per task.
+        temperature: Sampling temperature; `None` is the module's own.
+        rank: Which share of the tasks this process attempts.
+        world_size: In how many shares the tasks are split; every process then gets all trajectories.
+    """
+
+    rollouts: Rollouts
+    tasks: Sequence[Mapping[str, Any]]
+    attempts: int = 1
+    temperature: float | None = None
+    rank: int = 0
+    world_size: int = 1
+
+    def collect(self, module: PolicyModule) -> list[Trajectory]:
+        """Attempts the tasks.
+
+        Args:
+            module: The policy that acts, with its sampling temperature.
+
+        Returns:
+            One trajectory per task and attempt, in order.
+        """
+        return self.rollouts.collect_tasks(
+            module.policy,
+            self.tasks,
+            attempts=self.attempts,
+            temperature=self.temperature or module.temperature,
+            rank=self.rank,
+            world_size=self.world_size,
+        )
+
+
+def reward_statistics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Plain statistics of some trajectories, for the log.
+
+    Args:
+        trajectories: Any number of them; unscored ones count everywhere but in rewards.
+
+    Returns:
+        `reward` (mean), `pass_rate` (share of rewards of at least 1), `tokens` and `tokens_max` (lengths),
+        `action_tokens` (mean scored tokens), `truncated` (share), `unscored` (count), `trajectories` (count).
+
+    Example:
+        >>> reward_statistics([Trajectory([1, 2], [0, 1], 1.0), Trajectory([1, 2, 3], [0, 1, 1], 0.0)])["pass_rate"]
+        0.5
+    """
+    count = len(trajectories)
+    if count == 0:
+        return {"trajectories": 0.0}
+    rewards = [t.reward for t in trajectories if t.is_rewarded]
+    lengths = [len(t) for t in trajectories]
+    return {
+        "reward": sum(rewards) / len(rewards) if rewards else math.nan,
+        "pass_rate": sum(r >= 1.0 for r in rewards) / len(rewards) if rewards else math.nan,
+        "tokens": sum(lengths) / count,
+        "tokens_max": float(max(lengths)),
+        "action_tokens": sum(t.num_scored for t in trajectories) / count,
+        "truncated": sum(t.truncated for t in trajectories) / count,
+        "unscored": float(count - len(rewards)),
+        "trajectories": float(count),
+    }

@@ -1,0 +1,189 @@
+"""From tiles of logits to log-probabilities, entropies and gradients, without ever holding the logits.
+
+Forward keeps, for every token, the largest logit seen so far, the sum of exponentials relative to it, the target's
+logit, and, for the entropy, the sum of exponentials times their exponents. A new tile updates these (Milakov and
+Gimelshein, "Online normalizer calculation for softmax", 2018), so a tile lives only while it is in cache. Backward
+makes the tile again and turns it, in place, into the gradient with respect to the product. With `p` the probabilities,
+`H` the entropy, `g` and `e` the upstream gradients of log-probability and entropy, the gradient of logit `j` is
+
+    g * (1[j is the target] - p_j) - e * p_j * (log p_j + H)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lit_rl.policy.head_products import HeadInputs, Rows, VocabBlock, take
+
+#: Exponents below this give exactly zero in float64 too, and times zero they still give zero: -inf would give NaN.
+_LOWEST_EXPONENT = -1e4
+
+#: Bytes of one tile where none is asked for: a CPU's tile stays in cache, an accelerator's keeps its units busy.
+_TILE_BYTES = {"cpu": 16 * 2**20}
+_TILE_BYTES_ELSEWHERE = 256 * 2**20
+_TILE_COLUMNS = {"cpu": 4096}
+_TILE_COLUMNS_ELSEWHERE = 16384
+_MIN_TILE_COLUMNS = 256
+
+
+@dataclass(frozen=True)
+class TileShape:
+    """How the logits are cut: at most `rows` tokens by `columns` vocabulary entries at a time."""
+
+    rows: int
+    columns: int
+
+    @classmethod
+    def choose(cls, inputs: HeadInputs, chunk_tokens: int | None) -> TileShape:
+        """A tile within the byte budget of the device, with `chunk_tokens` rows if that is given.
+
+        >>> import torch
+        >>> hidden, weight = torch.zeros(5000, 8), torch.zeros(100_000, 8)
+        >>> inputs = HeadInputs([hidden], [weight], None, torch.zeros(5000), 1.0, 1.0, None, 100_000, torch.float32)
+        >>> TileShape.choose(inputs, None)
+        TileShape(rows=1024, columns=4096)
+        >>> TileShape.choose(inputs, 64)
+        TileShape(rows=64, columns=65536)
+        """
+        device = inputs.weights[0].device.type
+        entries = _TILE_BYTES.get(device, _TILE_BYTES_ELSEWHERE) // inputs.compute_dtype.itemsize
+        if chunk_tokens is None:
+            columns = min(inputs.vocab_size, _TILE_COLUMNS.get(device, _TILE_COLUMNS_ELSEWHERE))
+            return cls(max(1, entries // columns), columns)
+        return cls(chunk_tokens, min(inputs.vocab_size, max(_MIN_TILE_COLUMNS, entries // chunk_tokens)))
+
+    def blocks(self, inputs: HeadInputs) -> Iterator[VocabBlock]:
+        """The vocabulary, block after block; one is alive at a time."""
+        for start in range(0, inputs.vocab_size, self.columns):
+            yield inputs.block(start, min(start + self.columns, inputs.vocab_size))
+
+    def slices(self, count: int) -> list[slice]:
+        """Runs of at most `rows` out of `count`."""
+        return [slice(start, min(start + self.rows, count)) for start in range(0, count, self.rows)]
+
+
+@dataclass(frozen=True)
+class RowStatistics:
+    """What is known of each row's distribution, all `[rows]`, in units of tile entries where not said otherwise.
+
+    Attributes:
+        peak: Largest entry.
+        total: Sum of `exp(slope * (entry - peak))`.
+        target: The target's entry.
+        weighted: Sum of `exponent * exp(exponent)` with the exponent above, for the entropy; None without.
+    """
+
+    peak: Tensor
+    total: Tensor
+    target: Tensor
+    weighted: Tensor | None
+
+    @classmethod
+    def empty(cls, count: int, inputs: HeadInputs, *, entropy: bool) -> RowStatistics:
+        """Statistics of `count` rows of which nothing has been seen."""
+        zeros = torch.zeros(count, dtype=inputs.compute_dtype, device=inputs.weights[0].device)
+        peak = torch.full_like(zeros, torch.finfo(zeros.dtype).min)
+        return cls(peak, zeros, torch.zeros_like(zeros), torch.zeros_like(zeros) if entropy else None)
+
+    def __getitem__(self, rows: Rows) -> RowStatistics:
+        weighted = None if self.weighted is None else take(self.weighted, rows)
+        return RowStatistics(take(self.peak, rows), take(self.total, rows), take(self.target, rows), weighted)
+
+    def absorb(self, tile: Tensor, slope: Tensor | float, inside: Tensor, columns: Tensor) -> None:
+        """Take a tile into account, in place; the tile is used up.
+
+        Args:
+            tile: Entries `[rows, columns]`.
+            slope: Number or `[rows, 1]`, see `HeadInputs.slope`.
+            inside: Bool `[rows]`, whether the target is in this tile.
+            columns: Int64 `[rows]`, its column.
+        """
+        self.target.copy_(torch.where(inside, tile.gather(1, columns.unsqueeze(1)).squeeze(1), self.target))
+        peak = torch.maximum(self.peak, tile.amax(1))
+        row_slope = slope.squeeze(1) if isinstance(slope, Tensor) else slope
+        shift = ((self.peak - peak) * row_slope).clamp_min_(_LOWEST_EXPONENT)
+        decay = shift.exp()
+        exponents = _scale(tile.sub_(peak.unsqueeze(1)), slope)
+        if self.weighted is None:
+            self.total.mul_(decay).add_(exponents.exp_().sum(1))
+        else:
+            powers = exponents.exp()
+            self.weighted.addcmul_(shift, self.total).mul_(decay)
+            self.total.mul_(decay).add_(powers.sum(1))
+            self.weighted.add_(powers.mul_(exponents.clamp_min_(_LOWEST_EXPONENT)).sum(1))
+        self.peak.copy_(peak)
+
+    def log_probs(self, slope: Tensor | float) -> Tensor:
+        """Log-probabilities of the targets, never above zero."""
+        row_slope = slope.squeeze(1) if isinstance(slope, Tensor) else slope
+        return ((self.target - self.peak) * row_slope - self.total.log()).clamp_max_(0.0)
+
+    def entropy(self) -> Tensor | None:
+        """Entropies in nats, never below zero; None if they were not asked for."""
+        if self.weighted is None:
+            return None
+        return (self.total.log() - self.weighted / self.total).clamp_min_(0.0)
+
+
+@dataclass(frozen=True)
+class RowGradients:
+    """Upstream gradients of some rows, all `[rows]`: of the log-probability, and of the entropy (None without)."""
+
+    log_probs: Tensor
+    entropy: Tensor | None
+
+    def __getitem__(self, rows: Rows) -> RowGradients:
+        entropy = None if self.entropy is None else take(self.entropy, rows)
+        return RowGradients(take(self.log_probs, rows), entropy)
+
+    def live(self) -> Tensor | None:
+        """Indices of the rows with any upstream gradient, or None if that is all of them."""
+        alive = self.log_probs != 0
+        if self.entropy is not None:
+            alive = alive | (self.entropy != 0)
+        indices = alive.nonzero().squeeze(1)
+        return None if len(indices) == len(alive) else indices
+
+
+def _scale(tile: Tensor, slope: Tensor | float) -> Tensor:
+    return tile if isinstance(slope, float) and slope == 1.0 else tile.mul_(slope)
+
+
+def differentiate(
+    tile: Tensor,
+    statistics: RowStatistics,
+    upstream: RowGradients,
+    inputs: HeadInputs,
+    rows: Rows,
+    target: tuple[Tensor, Tensor],
+) -> Tensor:
+    """Turn a tile into the gradient with respect to `sum_i hiddens[i] @ weights[i].T + bias`; the tile is used up.
+
+    Args:
+        tile: Entries `[rows, columns]`.
+        statistics: Of these rows, complete.
+        upstream: Of these rows.
+        inputs: The call's inputs.
+        rows: Which of its tokens the rows are.
+        target: Whether each row's target is in the tile, and its column, both `[rows]`.
+    """
+    inner = inputs.inner_slope(rows)
+    inner = inner.squeeze(1) if isinstance(inner, Tensor) else inner
+    bend = None if inputs.softcap is None else tile.square().neg_().add_(1.0)
+    exponents = _scale(tile.sub_(statistics.peak.unsqueeze(1)), inputs.slope(rows))
+    of_log_prob = upstream.log_probs * inner
+    if upstream.entropy is None or statistics.weighted is None:
+        gradient = exponents.exp_().mul_((-of_log_prob / statistics.total).unsqueeze(1))
+    else:
+        of_entropy = upstream.entropy * inner
+        gradient = exponents.exp()
+        constant = of_log_prob - of_entropy * statistics.weighted / statistics.total
+        exponents.clamp_min_(_LOWEST_EXPONENT).mul_(of_entropy.unsqueeze(1)).add_(constant.unsqueeze(1))
+        gradient.mul_(exponents).mul_((-1.0 / statistics.total).unsqueeze(1))
+    inside, columns = target
+    gradient.scatter_add_(1, columns.unsqueeze(1), torch.where(inside, of_log_prob, 0.0).unsqueeze(1))
+    return gradient if bend is None else gradient.mul_(bend)

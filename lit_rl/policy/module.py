@@ -1,0 +1,317 @@
+"""The LightningModule: one microbatch in, its share of the step's loss out."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PretrainedConfig
+from typing_extensions import override
+
+from lit_rl import objectives, strategies
+from lit_rl.checks.head import check_head
+from lit_rl.data.batch import PackedBatch
+from lit_rl.data.evaluation import EvaluationRequest, reward_statistics
+from lit_rl.normalization import Denominator, Normalization
+from lit_rl.policy.causal_lm import CausalLMPolicy
+from lit_rl.policy.step_metrics import StepSums, with_prefix
+from lit_rl.trajectory import Trajectory
+
+ObjectiveName = Literal["clipped_ratio", "reinforce", "cispo", "supervised"]
+
+
+class PolicyModule(LightningModule):
+    """A language model trained by reinforcement, one packed microbatch at a time.
+
+    Subclass it and override `objective` for another loss, or `configure_optimizers` for another optimizer. The loss
+    of a step is the sum over its scored tokens of weight x loss, with weights decided on the whole step by the data
+    module, so neither the number of microbatches nor of processes changes the gradient. A step without any token
+    that has a gradient leaves weights and optimizer state alone and is counted in `train/steps_without_signal`.
+
+    Dropout is switched off: with it, the ratio to the sampler would be noise.
+
+    Args:
+        model: A path for `AutoModelForCausalLM.from_pretrained`, a transformers config (random weights), a
+            transformers model, or your own module (see `CausalLMPolicy`).
+        learning_rate: Of AdamW.
+        weight_decay: Of AdamW.
+        warmup_steps: Optimizer steps over which the learning rate rises linearly from 0.
+        objective: The per-token loss, one of `lit_rl.objectives`; ignored when `objective` is overridden.
+        clip_low: How far a ratio may fall below 1 before its token is clipped.
+        clip_high: How far it may rise above 1.
+        normalization: What one token's loss is worth in its step; see `lit_rl.loss_weights`.
+        constant: The divisor of the two constant normalizations.
+        denominator: Whether tokens of zero advantage count in the divisor: "all" or "live".
+        loss_on: Which trajectories are computed at all: "live" leaves out those with zero advantage, which is exact
+            as long as the loss is a multiple of the advantage; "scored" keeps every one. `None` picks "live" for
+            the named objectives that multiply by the advantage, and "scored" for "supervised", for an overridden
+            `objective`, and with an entropy bonus.
+        entropy_bonus: Nats of entropy times this are subtracted from each token's loss; greater than 0 also logs
+            `train/entropy`.
+        temperature: Sampling temperature of rollouts, greater than 0.
+        layout: "auto" packs where isolation is proved and pads elsewhere; "packed" or "padded" insist.
+        chunk_tokens: Scored tokens whose logits exist at a time; `None` picks it from a byte budget.
+
+    Raises:
+        ValueError: A number is out of its range.
+
+    Example:
+        >>> from lit_rl.testing import tiny_config
+        >>> module = PolicyModule(tiny_config(), learning_rate=1e-3)
+        >>> module.loss_on
+        'live'
+    """
+
+    def __init__(
+        self,
+        model: str | PretrainedConfig | nn.Module,
+        *,
+        learning_rate: float = 1e-6,
+        weight_decay: float = 0.0,
+        warmup_steps: int = 0,
+        objective: ObjectiveName = "clipped_ratio",
+        clip_low: float = 0.2,
+        clip_high: float = 0.2,
+        normalization: Normalization = "token_mean",
+        constant: float | None = None,
+        denominator: Denominator = "all",
+        loss_on: Literal["live", "scored"] | None = None,
+        entropy_bonus: float = 0.0,
+        temperature: float = 1.0,
+        layout: Literal["auto", "packed", "padded"] = "auto",
+        chunk_tokens: int | None = None,
+    ) -> None:
+        super().__init__()
+        _check_numbers(learning_rate, temperature, clip_low, clip_high, entropy_bonus)
+        if objective not in ("clipped_ratio", "reinforce", "cispo", "supervised"):
+            raise ValueError(f"`objective` must name one of lit_rl.objectives, got {objective!r}")
+        self.save_hyperparameters(ignore=None if isinstance(model, str) else ["model"])
+        self.objective_name = objective
+        self.normalization, self.constant, self.denominator = normalization, constant, denominator
+        self.temperature, self.entropy_bonus = temperature, entropy_bonus
+        self.clip_low, self.clip_high = clip_low, clip_high
+        self.learning_rate, self.weight_decay, self.warmup_steps = learning_rate, weight_decay, warmup_steps
+        self.loss_on = loss_on or self._default_loss_on()
+        self.steps_without_signal = 0
+        self.policy: CausalLMPolicy | None = None
+        self._model_path = model if isinstance(model, str) else None
+        self._policy_arguments = {"layout": layout, "chunk_tokens": chunk_tokens}
+        self._sums = StepSums()
+        self._checked = False
+        if not isinstance(model, str):
+            network = AutoModelForCausalLM.from_config(model) if isinstance(model, PretrainedConfig) else model
+            self.policy = CausalLMPolicy(network, **self._policy_arguments)
+
+    # --- what a user overrides ---------------------------------------------------------------------------------
+
+    def objective(self, log_probs: Tensor, batch: PackedBatch) -> Tensor:
+        """Loss of each scored token; the one method to override for another loss.
+
+        Args:
+            log_probs: [M] log-probabilities of the scored tokens in nats, with gradient.
+            batch: The microbatch; its per-scored-token fields (`advantages`, `old_log_probs`, `sampler_log_probs`,
+                `scored_segments`) have the length and dtype of `log_probs`.
+
+        Returns:
+            [M] losses, neither summed nor averaged.
+        """
+        advantages = _required(batch.advantages, "advantages")
+        if self.objective_name == "reinforce":
+            return objectives.reinforce(log_probs, advantages)
+        if self.objective_name == "supervised":
+            return objectives.supervised(log_probs)
+        loss = objectives.cispo if self.objective_name == "cispo" else objectives.clipped_ratio
+        clips = {"clip_low": self.clip_low, "clip_high": self.clip_high}
+        return loss(log_probs, batch.old_log_probs, advantages, **clips)
+
+    def token_metrics(self, log_probs: Tensor, batch: PackedBatch) -> dict[str, Tensor]:
+        """Numbers per scored token whose mean over the step is logged as `train/NAME`.
+
+        Args:
+            log_probs: [M] log-probabilities in nats, detached.
+            batch: The microbatch, as in `objective`.
+
+        Returns:
+            Name to [M]; the same names for every microbatch, also one without scored tokens.
+        """
+        if batch.advantages is None:
+            return {"log_prob": log_probs}
+        clips = {"clip_low": self.clip_low, "clip_high": self.clip_high}
+        diagnostics = objectives.ratio_diagnostics(log_probs, batch.old_log_probs, batch.advantages, **clips)
+        return {
+            "log_prob": log_probs,
+            "ratio": diagnostics.ratio,
+            "clip_ratio/low": diagnostics.clipped_low,
+            "clip_ratio/high": diagnostics.clipped_high,
+            "kl": diagnostics.kl,
+        }
+
+    @override
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        """AdamW on the trainable parameters, with a linear warm-up per optimizer step when asked for."""
+        parameters = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(parameters, lr=self.learning_rate, weight_decay=self.weight_decay)
+        if self.warmup_steps == 0:
+            return optimizer
+        warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / self.warmup_steps))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": warmup, "interval": "step"}}
+
+    # --- Lightning hooks ---------------------------------------------------------------------------------------
+
+    @override
+    def configure_model(self) -> None:
+        """Builds the policy from a path, and shards it when the strategy asks for it."""
+        if self.policy is None:
+            assert self._model_path is not None
+            network = AutoModelForCausalLM.from_pretrained(self._model_path)
+            self.policy = CausalLMPolicy(network, **self._policy_arguments)
+        if strategies.is_sharding(self._trainer):
+            # Probing needs whole weights, so it comes before they are split.
+            self._prepare_policy()
+            strategies.shard_policy(self.policy, self._trainer)
+
+    @override
+    def on_fit_start(self) -> None:
+        strategies.check_strategy(self.trainer)
+        self._prepare_policy()
+
+    @override
+    def on_validation_start(self) -> None:
+        self._prepare_policy()
+
+    @override
+    def training_step(self, batch: PackedBatch, batch_idx: int) -> dict[str, Tensor]:
+        if not isinstance(batch, PackedBatch):
+            raise MisconfigurationException(
+                f"a training batch is a {type(batch).__name__}, expected a PackedBatch; use `PackedDataModule`, or "
+                "build your batches with `lit_rl.collate`"
+            )
+        weights = _required(batch.weights, "weights")
+        log_probs, entropy = self._policy()(batch, entropy=self.entropy_bonus > 0)
+        batch = batch.like(log_probs)
+        losses = self.objective(log_probs, batch)
+        if losses.shape != log_probs.shape:
+            raise ValueError(
+                f"`objective` returned shape {list(losses.shape)}, expected one loss per scored token "
+                f"{list(log_probs.shape)}; do not sum or average, the weights do that"
+            )
+        if entropy is not None:
+            losses = losses - self.entropy_bonus * entropy
+        loss = (weights.to(losses.dtype) * losses).sum()
+        self._add_metrics(loss, log_probs.detach(), entropy, batch)
+        return {"loss": loss * strategies.gradient_multiplier(self.trainer), "log_probs": log_probs.detach()}
+
+    @override
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        metrics = self._sums.reduce(lambda sums: strategies.sum_over_ranks(self.trainer, sums))
+        if metrics.get("tokens_with_signal", 0.0) == 0.0:
+            # Without gradients every torch optimizer leaves parameter and state alone, weight decay included.
+            self.zero_grad(set_to_none=True)
+            self.steps_without_signal += 1
+            rank_zero_warn("a step had no token with a gradient (all advantages 0 or masked): weights left as they are")
+        metrics["grad_norm"] = strategies.gradient_norm(self.parameters())
+        metrics["steps_without_signal"] = float(self.steps_without_signal)
+        known = {name: value for name, value in metrics.items() if value == value}  # a mean over no token is NaN
+        self.log_dict(with_prefix("train", known), on_step=True, on_epoch=False, batch_size=1)
+
+    @override
+    def on_train_epoch_start(self) -> None:
+        statistics = getattr(getattr(self.trainer, "datamodule", None), "rollout_statistics", None)
+        if statistics:
+            self.log_dict(with_prefix("rollout", statistics), on_step=False, on_epoch=True, batch_size=1)
+
+    @override
+    def validation_step(self, batch: PackedBatch | EvaluationRequest, batch_idx: int) -> None:
+        if isinstance(batch, EvaluationRequest):
+            trajectories = batch.collect(self)
+            self.log_dict(with_prefix("val", reward_statistics(trajectories)), on_epoch=True, batch_size=1)
+            return
+        log_probs = self._policy()(batch).log_probs
+        sums = torch.stack([-log_probs.double().sum(), log_probs.new_tensor(log_probs.numel(), dtype=torch.float64)])
+        nats, tokens = strategies.sum_over_ranks(self.trainer, sums).tolist()
+        self.log("val/nats_per_token", nats / max(tokens, 1.0), on_epoch=True, batch_size=max(int(tokens), 1))
+
+    @override
+    def predict_step(self, batch: EvaluationRequest, batch_idx: int) -> list[Trajectory]:
+        return batch.collect(self)
+
+    @override
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["lit_rl_steps_without_signal"] = self.steps_without_signal
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.steps_without_signal = int(checkpoint.get("lit_rl_steps_without_signal", 0))
+
+    @property
+    def needs_old_log_probs(self) -> bool:
+        """Whether the objective compares with the policy before the iteration's first update."""
+        return self._overrides_objective() or self.objective_name in ("clipped_ratio", "cispo")
+
+    # --- private -----------------------------------------------------------------------------------------------
+
+    def _policy(self) -> CausalLMPolicy:
+        if self.policy is None:
+            raise MisconfigurationException("the policy is not built yet; call `configure_model()` first")
+        return self.policy
+
+    def _prepare_policy(self) -> None:
+        """Once per module: settles the layout and proves the head against the model's own logits."""
+        if self._checked:
+            return
+        self._policy().resolve_layout()
+        verdict = check_head(self._policy())
+        if not verdict.ok:
+            raise MisconfigurationException(verdict.message)
+        self._checked = True
+
+    def _overrides_objective(self) -> bool:
+        return type(self).objective is not PolicyModule.objective
+
+    def _default_loss_on(self) -> Literal["live", "scored"]:
+        return (
+            "scored"
+            if self._overrides_objective() or self.objective_name == "supervised" or self.entropy_bonus > 0
+            else "live"
+        )
+
+    def _add_metrics(self, loss: Tensor, log_probs: Tensor, entropy: Tensor | None, batch: PackedBatch) -> None:
+        weights = _required(batch.weights, "weights")
+        live = weights != 0 if batch.advantages is None else (weights != 0) & (batch.advantages != 0)
+        self._sums.add_total("loss", loss)
+        self._sums.add_total("scored_tokens", loss.new_tensor(float(batch.num_scored)))
+        self._sums.add_total("live_tokens", live)
+        self._sums.add_total("tokens_with_signal", live if self.loss_on == "live" else weights != 0)
+        for name, values in self.token_metrics(log_probs, batch).items():
+            self._sums.add_mean(name, values)
+        if entropy is not None:
+            self._sums.add_mean("entropy", entropy)
+
+
+def _required(value: Tensor | None, name: str) -> Tensor:
+    if value is None:
+        raise ValueError(
+            f"the microbatch has no `{name}`: they are decided on the whole step, before it is split; use "
+            f"`PackedDataModule`, or pass `{name}` to `lit_rl.collate` (weights come from `lit_rl.loss_weights`)"
+        )
+    return value
+
+
+def _check_numbers(
+    learning_rate: float, temperature: float, clip_low: float, clip_high: float, entropy_bonus: float
+) -> None:
+    for name, value, allowed in (
+        ("learning_rate", learning_rate, learning_rate >= 0),
+        ("temperature", temperature, temperature > 0),
+        ("clip_low", clip_low, clip_low >= 0),
+        ("clip_high", clip_high, clip_high >= 0),
+        ("entropy_bonus", entropy_bonus, entropy_bonus >= 0),
+    ):
+        if not allowed:
+            least = "greater than 0" if name == "temperature" else "at least 0"
+            raise ValueError(f"`{name}` must be {least}, got {value}")

@@ -1,0 +1,97 @@
+"""Finds the module of a model that is to blame for a changed output, with forward hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# Changes below this share of the largest value are rounding.
+_RELATIVE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+_Seen = tuple[list[Tensor], list[Tensor]]  # what went in, what came out, at the positions in question
+
+
+def first_changed_module(
+    run: Callable[[Any], Any], model: nn.Module, first: tuple[Any, Tensor], second: tuple[Any, Tensor]
+) -> str | None:
+    """Runs two batches and names the first module that turns equal inputs into different outputs.
+
+    Args:
+        run: Runs the model on a batch.
+        model: The model whose modules are watched.
+        first: A batch with `input_ids` [rows, width], and the flat positions [n] to look at.
+        second: The same for the other run, with as many positions.
+
+    Returns:
+        Name and type, such as "`layers.0.self_attn` (Qwen3Attention)"; failing such a module, the first one whose
+        output changed; `None` when none did.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    before, after = (_watch(run, model, batch, positions.tolist()) for batch, positions in (first, second))
+    changed = [key for key in before if key in after and _differ(before[key][1], after[key][1])]
+    culprits = [key for key in changed if not _differ(before[key][0], after[key][0])]
+    if not changed:
+        return None
+    module = (culprits or changed)[0][0]
+    return f"`{names[module] or 'the model'}` ({type(module).__name__})"
+
+
+def _watch(
+    run: Callable[[Any], Any], model: nn.Module, batch: Any, positions: list[int]
+) -> dict[tuple[nn.Module, int], _Seen]:
+    """Inputs and outputs by module and number of the call, in the order in which the calls returned."""
+    seen: dict[tuple[nn.Module, int], _Seen] = {}
+    shape = tuple(batch.input_ids.shape)
+
+    def watch(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
+        call = sum(1 for key in seen if key[0] is module)
+        seen[module, call] = (_select([inputs, named], shape, positions), _select(output, shape, positions))
+
+    with _hooks(model, watch):
+        run(batch)
+    return seen
+
+
+@contextmanager
+def _hooks(model: nn.Module, function: Callable[..., None]) -> Iterator[None]:
+    handles = [module.register_forward_hook(function, with_kwargs=True) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _select(values: Any, shape: tuple[int, ...], positions: list[int]) -> list[Tensor]:
+    """The tensors in a nested structure that have a dimension per position, at these positions."""
+    leaves = torch.utils._pytree.tree_leaves(values)
+    selected = (_at(leaf.detach(), shape, positions) for leaf in leaves if isinstance(leaf, Tensor))
+    return [tensor for tensor in selected if tensor is not None]
+
+
+def _at(tensor: Tensor, shape: tuple[int, ...], positions: list[int]) -> Tensor | None:
+    rows, width = shape
+    index = torch.tensor(positions, device=tensor.device)
+    if tensor.dim() and tensor.shape[0] == rows * width:
+        return tensor[index]
+    if tensor.dim() > 1 and tensor.shape[0] == rows:
+        for dimension in range(1, tensor.dim()):
+            if tensor.shape[dimension] == width:
+                return tensor.movedim(dimension, 1)[index // width, index % width]
+    return None
+
+
+def _differ(first: list[Tensor], second: list[Tensor]) -> bool:
+    return len(first) != len(second) or any(_differs(a, b) for a, b in zip(first, second, strict=True))
+
+
+def _differs(a: Tensor, b: Tensor) -> bool:
+    if a.shape != b.shape:
+        return True
+    if not a.is_floating_point():
+        return not torch.equal(a, b)
+    difference = (a - b).abs()
+    return not bool((difference <= _RELATIVE[a.dtype] * a.abs().max()).all())

@@ -1,0 +1,298 @@
+"""Who generates: the `Engine` protocol, and an engine that samples from the policy itself.
+
+An engine from elsewhere only needs `generate`. With a server that returns ids and log-probabilities:
+
+    class ServerEngine:
+        def __init__(self, url, end_ids): ...
+
+        def synchronize(self, policy):                     # optional; called on every rank before each collection
+            push_weights(self.url, policy.model.state_dict())
+
+        def generate(self, prompts, *, max_new_tokens, temperature, seeds):
+            answers = self.client.complete(prompts, max_new_tokens, temperature, seeds, stop_ids=self.end_ids)
+            return [Completion(a.ids, a.log_probs, truncated=a.finish_reason == "length") for a in answers]
+
+Its log-probabilities must be those of the sampled ids at the sampling temperature, over the whole vocabulary: no
+top-k, top-p or penalties, which change the distribution that is sampled but not the one that is trained.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from lit_rl.rollout.decoding import make_decoder
+from lit_rl.rollout.sampling import sample_tokens, uniforms
+
+if TYPE_CHECKING:
+    from lit_rl.policy.causal_lm import CausalLMPolicy
+
+
+@dataclass
+class Completion:
+    """What was sampled after one prompt.
+
+    Args:
+        token_ids: The sampled ids, at least one, the end token included.
+        log_probs: For each of them, its log-probability in nats at the sampling temperature.
+        truncated: True when a limit stopped it; False when it ended with an end token, also exactly at the limit.
+
+    Example:
+        >>> Completion([5, 9], [-0.5, -0.1], truncated=False).token_ids
+        [5, 9]
+    """
+
+    token_ids: list[int]
+    log_probs: list[float]
+    truncated: bool
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """Anything that continues prompts. It may also have `synchronize(policy)`, to fetch the current weights."""
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int | Sequence[int],
+        temperature: float,
+        seeds: Sequence[int],
+    ) -> list[Completion]:
+        """Continues each prompt until an end token or its limit.
+
+        Args:
+            prompts: B sequences of token ids, none of them empty.
+            max_new_tokens: The most tokens to sample, for all or for each prompt, at least 1.
+            temperature: Greater than 0.
+            seeds: B integers in [0, 2**63); the same prompt with the same seed gives the same completion.
+
+        Returns:
+            B completions in the order of the prompts.
+        """
+        ...
+
+
+class TransformersEngine:
+    """Samples from the policy in this process.
+
+    A transformers model keeps its own attention and key-value cache. Any other network is run on the whole prefix
+    again for every token, which is exact and slower. Sampling is stateless: a completion depends on its prompt and
+    seed alone, up to the rounding of the network, whatever else is in the batch. Nothing here touches torch's global
+    generators, and every module gets its training mode back.
+
+    Args:
+        policy: The policy; its current weights are used in every call.
+        end_ids: Ids that end a completion; empty means that only the limit does.
+        batch_size: The most prompts generated together; `None` takes all at once.
+
+    Raises:
+        TypeError: An end id is not an integer.
+        ValueError: `batch_size` is below 1 or an end id is negative.
+
+    Example:
+        >>> from lit_rl.policy.causal_lm import CausalLMPolicy
+        >>> from lit_rl.testing import tiny_model
+        >>> engine = TransformersEngine(CausalLMPolicy(tiny_model()), end_ids=[2])
+        >>> first, again = engine.generate([[1, 5], [1, 5]], max_new_tokens=4, temperature=1.0, seeds=[7, 7])
+        >>> first == again
+        True
+    """
+
+    def __init__(self, policy: CausalLMPolicy, *, end_ids: Collection[int], batch_size: int | None = None) -> None:
+        if batch_size is not None and batch_size < 1:
+            raise ValueError(f"`batch_size` must be at least 1 prompt, or None for all at once, got {batch_size}")
+        self.policy = policy
+        self.end_ids = check_end_ids(end_ids)
+        self.batch_size = batch_size
+        self.on_tokens: Callable[[int], None] | None = None
+        """Called with the number of tokens sampled after every step, for progress bars."""
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int | Sequence[int],
+        temperature: float,
+        seeds: Sequence[int],
+    ) -> list[Completion]:
+        """Continues each prompt; see `Engine.generate`.
+
+        Raises:
+            ValueError: A prompt, limit, seed or the temperature cannot be used, or the logits are not finite.
+        """
+        check_temperature(temperature)
+        limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
+        _check_prompts(prompts, limits, seeds, _vocabulary(self.policy))
+        # Prompts of similar length together: less padding.
+        order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
+        size = self.batch_size or max(len(order), 1)
+        completions: dict[int, Completion] = {}
+        with _generation_mode(self.policy):
+            for start in range(0, len(order), size):
+                batch = order[start : start + size]
+                rows = self._generate_batch(
+                    [prompts[i] for i in batch], [limits[i] for i in batch], temperature, [seeds[i] for i in batch]
+                )
+                completions.update(zip(batch, rows, strict=True))
+        return [completions[index] for index in range(len(prompts))]
+
+    def _generate_batch(
+        self, prompts: list[Sequence[int]], limits: list[int], temperature: float, seeds: list[int]
+    ) -> list[Completion]:
+        longest = max(limits)
+        decoder = make_decoder(self.policy)
+        hidden = decoder.start(prompts, longest)
+        device = hidden.device
+        uniform = uniforms(seeds, longest).to(device)
+        limit = torch.tensor(limits, device=device)
+        end_ids = torch.tensor(self.end_ids, dtype=torch.int64, device=device)
+        open_rows = torch.arange(len(prompts), device=device)
+        record = _Record(len(prompts), longest, device)
+        for step in range(longest):
+            ids, log_probs = sample_tokens(self.policy.head.logits(hidden), temperature, uniform[step, open_rows])
+            record.append(step, open_rows, ids, log_probs)
+            if self.on_tokens is not None:
+                self.on_tokens(ids.numel())
+            ended = torch.isin(ids, end_ids)
+            going_on = ~(ended | (limit[open_rows] <= step + 1))
+            if not bool(going_on.all()):
+                record.finish(step, open_rows[~going_on], ended[~going_on])
+                kept = going_on.nonzero().squeeze(-1)
+                if kept.numel() == 0:
+                    break
+                open_rows, ids = open_rows[kept], ids[kept]
+                decoder.keep(kept)
+            hidden = decoder.advance(ids)
+        return record.completions()
+
+
+class _Record:
+    """What was sampled so far: columns are steps, rows are prompts, on the device of the model."""
+
+    def __init__(self, rows: int, columns: int, device: torch.device) -> None:
+        self.ids = torch.zeros(rows, columns, dtype=torch.int64, device=device)
+        self.log_probs = torch.zeros(rows, columns, dtype=torch.float64, device=device)
+        self.lengths = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.ended = torch.zeros(rows, dtype=torch.bool, device=device)
+
+    def append(self, step: int, rows: Tensor, ids: Tensor, log_probs: Tensor) -> None:
+        self.ids[rows, step] = ids
+        self.log_probs[rows, step] = log_probs.double()
+
+    def finish(self, step: int, rows: Tensor, ended: Tensor) -> None:
+        self.lengths[rows] = step + 1
+        self.ended[rows] = ended
+
+    def completions(self) -> list[Completion]:
+        if not bool(torch.isfinite(self.log_probs).all()):
+            row = int((~torch.isfinite(self.log_probs)).any(dim=1).nonzero()[0])
+            raise ValueError(
+                f"the policy's logits are not finite (while continuing prompt {row} of its batch): its weights hold "
+                "NaN or infinity, or its activations overflow; look at the last optimizer steps"
+            )
+        columns = zip(self.ids.tolist(), self.log_probs.tolist(), self.lengths.tolist(), strict=True)
+        return [
+            Completion(ids[:length], log_probs[:length], truncated=not ended)
+            for (ids, log_probs, length), ended in zip(columns, self.ended.tolist(), strict=True)
+        ]
+
+
+@contextmanager
+def _generation_mode(policy: CausalLMPolicy) -> Iterator[None]:
+    """Evaluation mode without gradients; not inference mode, whose tensors could not enter autograd later."""
+    modes = [(module, module.training) for module in policy.modules()]
+    policy.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def check_temperature(temperature: Any) -> float:
+    """Refuses temperatures that cannot be sampled at.
+
+    Args:
+        temperature: A finite number greater than 0.
+
+    Returns:
+        The temperature.
+
+    Raises:
+        TypeError: It is not a number.
+        ValueError: It is out of range.
+
+    Example:
+        >>> check_temperature(0)
+        Traceback (most recent call last):
+        ...
+        ValueError: `temperature` must be finite and greater than 0, got 0; for nearly greedy sampling use 0.01
+    """
+    if isinstance(temperature, bool) or not isinstance(temperature, (int, float)):
+        raise TypeError(f"`temperature` must be a number, got {temperature!r}")
+    if not (math.isfinite(temperature) and temperature > 0):
+        raise ValueError(
+            f"`temperature` must be finite and greater than 0, got {temperature}; for nearly greedy sampling use 0.01"
+        )
+    return float(temperature)
+
+
+def check_end_ids(end_ids: Any) -> tuple[int, ...]:
+    """Refuses end tokens that are not ids.
+
+    Args:
+        end_ids: Integers of at least 0, any number of them.
+
+    Returns:
+        The ids, sorted, each once.
+
+    Raises:
+        TypeError: It is not a collection of integers.
+        ValueError: An id is negative.
+
+    Example:
+        >>> check_end_ids({9, 8})
+        (8, 9)
+    """
+    if isinstance(end_ids, (str, bytes)) or not isinstance(end_ids, Collection):
+        raise TypeError(f"`end_ids` must be a collection of token ids such as (2,), got {end_ids!r}")
+    for end_id in end_ids:
+        if not isinstance(end_id, int) or isinstance(end_id, bool):
+            raise TypeError(f"`end_ids` must hold integers, got {end_id!r}; look the id up in the tokenizer")
+        if end_id < 0:
+            raise ValueError(f"`end_ids` holds {end_id}; ids are at least 0")
+    return tuple(sorted(set(end_ids)))
+
+
+def _vocabulary(policy: CausalLMPolicy) -> int | None:
+    """How many ids the model can read, where it says so."""
+    embeddings = getattr(policy.model, "get_input_embeddings", None)
+    return getattr(embeddings(), "num_embeddings", None) if callable(embeddings) else None
+
+
+def _check_prompts(
+    prompts: Sequence[Sequence[int]], limits: list[int], seeds: Sequence[int], vocabulary: int | None
+) -> None:
+    if not len(prompts) == len(limits) == len(seeds):
+        raise ValueError(
+            f"got {len(prompts)} prompts, {len(limits)} limits and {len(seeds)} seeds; give one of each per prompt"
+        )
+    for index, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
+        if len(prompt) == 0:
+            raise ValueError(f"prompt {index} is empty; give at least 1 token, for example the begin token")
+        if limit < 1:
+            raise ValueError(f"`max_new_tokens` of prompt {index} is {limit}; expected at least 1")
+        if min(prompt) < 0 or (vocabulary is not None and max(prompt) >= vocabulary):
+            raise ValueError(f"prompt {index} holds id {_outside(prompt, vocabulary)}; the model reads 0..{vocabulary}-1")
+
+
+def _outside(prompt: Sequence[int], vocabulary: int | None) -> int:
+    return min(prompt) if min(prompt) < 0 or vocabulary is None else max(prompt)

@@ -1,0 +1,231 @@
+"""GPU-hours of one iteration: decode, prefill, scoring, update, weight sync. Every input is a named assumption."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal
+
+from lit_rl.throughput.flops import AttentionConvention, model_flops
+from lit_rl.throughput.hardware import Accelerator, find_accelerator
+from lit_rl.throughput.roofline import Counting, decode_rate, forward_flops_per_token
+from lit_rl.throughput.shape import ModelShape
+
+Origin = Literal["assumed", "given", "derived", "measured"]
+PHASES = ("decode", "prefill", "scoring", "update", "weight_sync")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assumptions:
+    """What one iteration is assumed to look like. Replace each by a measurement before a budget is signed.
+
+    Args:
+        tasks: Tasks per iteration.
+        group: Trajectories per task.
+        tokens: Mean tokens per trajectory: prompt, sampled and tool tokens.
+        lengths: The tokens of each trajectory instead of their mean; attention is then counted by length.
+        policy_share: Share of tokens that the policy samples; the rest is read.
+        prompt_tokens: Tokens at the start of a trajectory that its whole group shares.
+        decode_batch: Sequences decoded together on one GPU.
+        context: Mean tokens in the cache of a sequence while it decodes; `None` derives it from the lengths.
+        busy_fraction: Share of rollout time in which the engine decodes; tools and stragglers take the rest.
+        prefill_mfu: Utilization of reading prompts and tool results, each once.
+        share_prefix: The engine reads the prompt of a group once instead of once per trajectory.
+        scoring_passes: Forward passes over all tokens before the update: old log-probs, a reference policy.
+        scoring_mfu: Utilization of these passes.
+        update_passes: Times each trajectory is trained on.
+        train_mfu: Utilization of the update.
+        trained_share: Share of the tokens that the scoring passes and the update see; 1 less the share of
+            zero-advantage trajectories where those are dropped.
+        weight_sync_seconds: Seconds per iteration in which GPUs wait for new weights to reach the engine.
+        gpus: GPUs that wait during weight sync.
+        cache_scale: Size of the KV cache relative to the model's own at `cache_bits`.
+        cache_bits: Bits per cached value.
+        weight_bits: Bits per weight while decoding.
+        parameters: Parameters to assume in first-order counting instead of the counted ones.
+        rollout_tokens_per_second: Measured tokens per second and GPU of the whole rollout; replaces the decode
+            roofline, the busy fraction and prefill.
+    """
+
+    tasks: int = 64
+    group: int = 8
+    tokens: float = 24_000
+    lengths: Sequence[int] | None = None
+    policy_share: float = 0.25
+    prompt_tokens: float = 2_000
+    decode_batch: int = 64
+    context: int | None = 16_384
+    busy_fraction: float = 0.5
+    prefill_mfu: float = 0.4
+    share_prefix: bool = False
+    scoring_passes: int = 1
+    scoring_mfu: float = 0.4
+    update_passes: int = 1
+    train_mfu: float = 0.4
+    trained_share: float = 1.0
+    weight_sync_seconds: float = 0.0
+    gpus: int = 8
+    cache_scale: float = 1.0
+    cache_bits: float = 16
+    weight_bits: float = 16
+    parameters: float | None = None
+    rollout_tokens_per_second: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("policy_share", "busy_fraction", "prefill_mfu", "scoring_mfu", "train_mfu"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ValueError(f"`{name}` must be in (0, 1], got {getattr(self, name)}")
+        for name in ("tasks", "group", "tokens", "decode_batch", "gpus", "cache_scale", "cache_bits", "weight_bits"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"`{name}` must be > 0, got {getattr(self, name)}")
+        for name in ("prompt_tokens", "scoring_passes", "update_passes", "trained_share", "weight_sync_seconds"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"`{name}` must be >= 0, got {getattr(self, name)}")
+        if self.lengths is not None and (not len(self.lengths) or min(self.lengths) < 1):
+            raise ValueError("`lengths` must hold at least one length, each at least 1")
+
+    @property
+    def trajectories(self) -> int:
+        """Trajectories per iteration."""
+        return self.tasks * self.group
+
+    @property
+    def mean_tokens(self) -> float:
+        """Mean tokens per trajectory, from the lengths where they are given."""
+        return self.tokens if self.lengths is None else sum(self.lengths) / len(self.lengths)
+
+    @property
+    def decode_context(self) -> int:
+        """Mean cache of a decoding sequence: as given, or sum n^2 / (2 sum n), for actions spread evenly."""
+        if self.context is not None:
+            return self.context
+        lengths = self.lengths or [self.tokens]
+        return max(1, round(sum(n * n for n in lengths) / (2 * sum(lengths))))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepHours:
+    """GPU-hours of one iteration by phase, under the assumptions it was computed from.
+
+    Args:
+        decode: Sampling, over the busy fraction: everything the rollout GPUs are held for.
+        prefill: Reading prompts and tool results.
+        scoring: Forward passes for old or reference log-probs.
+        update: Forward and backward.
+        weight_sync: Waiting for new weights.
+        assumptions: The inputs.
+        counting: How weights and FLOPs were counted.
+        decode_tokens_per_second: Roofline rate of one busy GPU.
+    """
+
+    decode: float
+    prefill: float
+    scoring: float
+    update: float
+    weight_sync: float
+    assumptions: Assumptions = field(repr=False)
+    counting: Counting
+    decode_tokens_per_second: float
+
+    @property
+    def total(self) -> float:
+        """GPU-hours of the iteration."""
+        return sum(self.by_phase().values())
+
+    def by_phase(self) -> dict[str, float]:
+        """GPU-hours of each phase, in the order of an iteration."""
+        return {phase: getattr(self, phase) for phase in PHASES}
+
+    def share(self, phase: str) -> float:
+        """A phase's share of the total."""
+        return self.by_phase()[phase] / self.total
+
+    def run(self, iterations: int) -> float:
+        """GPU-hours of so many iterations, nothing else included."""
+        return iterations * self.total
+
+
+def step_gpu_hours(
+    shape: ModelShape,
+    accelerator: str | Accelerator,
+    assumptions: Assumptions | None = None,
+    *,
+    counting: Counting = "first_order",
+    attention: AttentionConvention = "full_square",
+    **changes: Any,
+) -> StepHours:
+    """GPU-hours of one iteration (one rollout and the updates made with it).
+
+    Args:
+        shape: The model.
+        accelerator: A name of the table or an `Accelerator`.
+        assumptions: The episodes and rates; the defaults are an agent run with 512 trajectories of 24k tokens.
+        counting: `first_order` or `counted`, see `roofline`.
+        attention: Convention for attention pairs; only `counted` looks at it.
+        **changes: Fields of `Assumptions` to set, as in `busy_fraction=0.25`.
+
+    Returns:
+        GPU-hours by phase.
+
+    Raises:
+        TypeError: A change that is no field of `Assumptions`; the message lists them.
+
+    Example:
+        >>> shape = ModelShape.from_config("qwen3-8b")
+        >>> step = step_gpu_hours(shape, "h200")
+        >>> round(step.total, 2), round(step.run(300)), round(step.share("decode"), 2), round(step.share("update"), 2)
+        (1.62, 486, 0.59, 0.26)
+        >>> round(step_gpu_hours(shape, "h200", busy_fraction=0.25).total - step.total, 2)
+        0.95
+    """
+    known = {item.name for item in fields(Assumptions)}
+    if unknown := set(changes) - known:
+        raise TypeError(f"no assumption is called {', '.join(sorted(unknown))}; there are: {', '.join(sorted(known))}")
+    plan = replace(assumptions or Assumptions(), **changes)
+    device = find_accelerator(accelerator)
+    tokens = plan.trajectories * plan.mean_tokens
+    sampled = tokens * plan.policy_share
+    rate = decode_rate(
+        shape.with_cache_scaled(plan.cache_scale),
+        device,
+        batch=plan.decode_batch,
+        context=plan.decode_context,
+        counting=counting,
+        parameters=plan.parameters,
+        weight_bits=plan.weight_bits,
+        cache_bits=plan.cache_bits,
+    ).tokens_per_second
+    forward = _forward_flops(shape, plan, counting, attention, plan.policy_share) / device.peak_flops
+    without_head = _forward_flops(shape, plan, counting, attention, 0.0) / device.peak_flops
+    read = max(0.0, tokens - sampled)
+    if plan.share_prefix:
+        read = max(0.0, read - plan.tasks * (plan.group - 1) * plan.prompt_tokens)
+    seconds = {
+        "decode": sampled / rate / plan.busy_fraction,
+        "prefill": read * without_head / plan.prefill_mfu,
+        "scoring": plan.trained_share * plan.scoring_passes * tokens * forward / plan.scoring_mfu,
+        "update": plan.trained_share * plan.update_passes * tokens * 3 * forward / plan.train_mfu,
+        "weight_sync": plan.weight_sync_seconds * plan.gpus,
+    }
+    if plan.rollout_tokens_per_second is not None:
+        seconds |= {"decode": tokens / plan.rollout_tokens_per_second, "prefill": 0.0}
+    hours = {phase: value / 3600 for phase, value in seconds.items()}
+    return StepHours(**hours, assumptions=plan, counting=counting, decode_tokens_per_second=rate)
+
+
+def _forward_flops(
+    shape: ModelShape, plan: Assumptions, counting: Counting, attention: AttentionConvention, scored_share: float
+) -> float:
+    """Mean forward FLOPs per token, the head on a share of them."""
+    if counting == "first_order" or plan.lengths is None:
+        return forward_flops_per_token(
+            shape,
+            length=round(plan.mean_tokens),
+            scored_share=scored_share,
+            counting=counting,
+            parameters=plan.parameters,
+            attention=attention,
+        )
+    total = sum(plan.lengths)
+    scored = round(total * scored_share)
+    return model_flops(shape, plan.lengths, scored=scored, work="forward", attention=attention).model / total

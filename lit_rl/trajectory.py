@@ -1,0 +1,336 @@
+"""One attempt at a task as a validated record, and its round trip through `datasets.Dataset`.
+
+Alignment, the only rule there is: every per-token array has the length of `token_ids`, and entry `i` is about
+token `i` given the tokens before it in the same trajectory. Token 0 has nothing before it and is never scored.
+
+    token_ids     [ 7,  3,  9,  4,  8 ]      prompt = 7 3, action = 9 4 8
+    action_mask   [ 0,  0,  1,  1,  1 ]
+    log_probs     [ -,  -, a9, a4, a8 ]      a9 = log p(9 | 7 3);  "-" is ignored, whatever it holds
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+# A log-probability above this is no rounding error of a sampler but another quantity.
+_LARGEST_LOG_PROB = 1e-3
+
+
+@dataclass(frozen=True, eq=False, init=False)
+class Trajectory:
+    """One attempt at a task: what was read, what was sampled, and what it was worth.
+
+    Validated once, at construction; immutable afterwards. Lists, NumPy arrays and tensors are accepted and copied.
+
+    Args:
+        token_ids: [L] integers, the ids exactly as they were given to and sampled from the policy.
+        action_mask: [L] booleans (or 0/1), true where the policy sampled the token. Token 0 is never scored.
+        reward: What the attempt was worth; `None` or NaN means that nobody could score it.
+        log_probs: [L] the sampler's log-probabilities in nats at the sampling temperature; entries where
+            `action_mask` is false are ignored, NaN included.
+        group: Id of the trajectories that share a baseline; `None` stands for a group of its own task.
+        task: Stable id of the task.
+        truncated: True when the attempt was cut by a limit instead of ending by itself.
+        temperature: Sampling temperature, one number or [L]; greater than 0.
+        info: JSON-like extras (strings, numbers, booleans, lists, dicts); never read by the training code.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: An argument has the wrong length or value; the message names the trajectory and the field.
+
+    Example:
+        >>> trajectory = Trajectory([7, 3, 9, 4], [0, 0, 1, 1], reward=1.0, task="add-1")
+        >>> len(trajectory), trajectory.num_scored
+        (4, 2)
+        >>> Trajectory([7, 3, 9, 4], [0, 1, 1], reward=1.0, task="add-1")
+        Traceback (most recent call last):
+        ...
+        ValueError: trajectory (task 'add-1'): `action_mask` has 3 entries but `token_ids` has 4; give one per token
+    """
+
+    token_ids: Tensor
+    action_mask: Tensor
+    reward: float
+    log_probs: Tensor | None
+    group: str | None
+    task: str | None
+    truncated: bool
+    temperature: Tensor
+    info: dict[str, Any]
+
+    def __init__(
+        self,
+        token_ids: Sequence[int] | Tensor,
+        action_mask: Sequence[bool] | Sequence[int] | Tensor,
+        reward: float | None,
+        *,
+        log_probs: Sequence[float] | Tensor | None = None,
+        group: str | int | None = None,
+        task: str | int | None = None,
+        truncated: bool = False,
+        temperature: float | Sequence[float] | Tensor = 1.0,
+        info: Mapping[str, Any] | None = None,
+    ) -> None:
+        where = "trajectory" if task is None else f"trajectory (task {str(task)!r})"
+        ids = _integers(token_ids, where)
+        mask = _mask(action_mask, len(ids), where)
+        scored = mask.clone()
+        scored[:1] = False
+        fields = {
+            "token_ids": ids,
+            "action_mask": mask,
+            "reward": _reward(reward, where),
+            "log_probs": None if log_probs is None else _log_probs(log_probs, scored, where),
+            "group": _name(group, "group", where),
+            "task": _name(task, "task", where),
+            "truncated": _flag(truncated, where),
+            "temperature": _temperature(temperature, len(ids), where),
+            "info": _info(info, where),
+        }
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
+
+    def __len__(self) -> int:
+        return int(self.token_ids.numel())
+
+    def __repr__(self) -> str:
+        return (
+            f"Trajectory(task={self.task!r}, group={self.group!r}, tokens={len(self)}, scored={self.num_scored}, "
+            f"reward={self.reward}, truncated={self.truncated})"
+        )
+
+    @property
+    def scored(self) -> Tensor:
+        """[L] booleans: the tokens whose log-probability enters the loss (sampled, and not token 0)."""
+        scored = self.action_mask.clone()
+        scored[:1] = False
+        return scored
+
+    @property
+    def num_scored(self) -> int:
+        """How many tokens are scored."""
+        return int(self.action_mask[1:].sum())
+
+    @property
+    def is_rewarded(self) -> bool:
+        """False when nobody could score the attempt."""
+        return not math.isnan(self.reward)
+
+
+def _integers(values: Any, where: str) -> Tensor:
+    tensor = _tensor(values, "token_ids", where)
+    if tensor.numel() == 0:
+        raise ValueError(f"{where}: `token_ids` is empty; a trajectory has at least 1 token")
+    if tensor.dtype == torch.bool or tensor.is_floating_point() or tensor.is_complex():
+        raise TypeError(f"{where}: `token_ids` has dtype {tensor.dtype}, expected integers (ids, never text)")
+    if int(tensor.min()) < 0:
+        position = int((tensor < 0).nonzero()[0])
+        raise ValueError(f"{where}: `token_ids`[{position}] is {int(tensor[position])}; ids are at least 0")
+    return tensor.to(torch.int64)
+
+
+def _mask(values: Any, length: int, where: str) -> Tensor:
+    tensor = _tensor(values, "action_mask", where)
+    _same_length(tensor, length, "action_mask", where)
+    if tensor.dtype != torch.bool and not bool(((tensor == 0) | (tensor == 1)).all()):
+        raise ValueError(f"{where}: `action_mask` holds values other than 0 and 1: {tensor.tolist()[:8]}")
+    return tensor.to(torch.bool)
+
+
+def _log_probs(values: Any, scored: Tensor, where: str) -> Tensor:
+    tensor = _tensor(values, "log_probs", where).to(torch.float32)
+    _same_length(tensor, scored.numel(), "log_probs", where)
+    bad = scored & ~(torch.isfinite(tensor) & (tensor <= _LARGEST_LOG_PROB))
+    if bool(bad.any()):
+        position = int(bad.nonzero()[0])
+        raise ValueError(
+            f"{where}: `log_probs`[{position}] is {float(tensor[position])} at a scored token; expected a finite "
+            "number of at most 0 (the log-probability of that token, in nats)"
+        )
+    return torch.where(scored, tensor.clamp(max=0.0), torch.zeros_like(tensor))
+
+
+def _temperature(value: Any, length: int, where: str) -> Tensor:
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        tensor = torch.full((length,), float(value), dtype=torch.float32)
+    else:
+        tensor = _tensor(value, "temperature", where).to(torch.float32)
+        _same_length(tensor, length, "temperature", where)
+    if not bool((torch.isfinite(tensor) & (tensor > 0)).all()):
+        raise ValueError(f"{where}: `temperature` must be finite and greater than 0, got {value!r}")
+    return tensor
+
+
+def _tensor(values: Any, field: str, where: str) -> Tensor:
+    if isinstance(values, (str, bytes)):
+        raise TypeError(f"{where}: `{field}` is text; give one number per token (text is never re-encoded)")
+    try:
+        tensor = values.detach().cpu().clone() if isinstance(values, Tensor) else torch.tensor(_as_list(values))
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(
+            f"{where}: `{field}` must be a flat sequence of numbers, got {type(values).__name__}"
+        ) from error
+    if tensor.dim() != 1:
+        raise ValueError(f"{where}: `{field}` has shape {list(tensor.shape)}, expected one dimension [tokens]")
+    return tensor
+
+
+def _as_list(values: Any) -> list[Any]:
+    return values.tolist() if hasattr(values, "tolist") else list(values)
+
+
+def _same_length(tensor: Tensor, length: int, field: str, where: str) -> None:
+    if tensor.numel() != length:
+        raise ValueError(
+            f"{where}: `{field}` has {tensor.numel()} entries but `token_ids` has {length}; give one per token"
+        )
+
+
+def _reward(value: Any, where: str) -> float:
+    if value is None:
+        return math.nan
+    if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
+        raise TypeError(f"{where}: `reward` must be a number or None, got {value!r}")
+    number = float(value)
+    if math.isinf(number):
+        raise ValueError(f"{where}: `reward` is {number}; expected a finite number, or None where nobody could score")
+    return number
+
+
+def _name(value: Any, field: str, where: str) -> str | None:
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    raise TypeError(f"{where}: `{field}` must be a string id (or an integer), got {type(value).__name__}")
+
+
+def _flag(value: Any, where: str) -> bool:
+    if isinstance(value, bool) or (isinstance(value, int) and value in (0, 1)):
+        return bool(value)
+    if type(value).__name__ in ("bool", "bool_"):
+        return bool(value)
+    raise TypeError(f"{where}: `truncated` must be True or False, got {value!r}")
+
+
+def _info(value: Any, where: str) -> dict[str, Any]:
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{where}: `info` must be a dict, got {type(value).__name__}")
+    try:
+        return json.loads(json.dumps(dict(value)))
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{where}: `info` must hold JSON-like values only ({error})") from error
+
+
+def _to_row(trajectory: Trajectory) -> dict[str, Any]:
+    return {
+        "token_ids": trajectory.token_ids.tolist(),
+        "action_mask": trajectory.action_mask.tolist(),
+        "reward": trajectory.reward if trajectory.is_rewarded else None,
+        "log_probs": None if trajectory.log_probs is None else trajectory.log_probs.tolist(),
+        "group": trajectory.group,
+        "task": trajectory.task,
+        "truncated": trajectory.truncated,
+        "temperature": trajectory.temperature.tolist(),
+        "info": json.dumps(trajectory.info),
+    }
+
+
+def _from_row(row: Mapping[str, Any]) -> Trajectory:
+    info = row.get("info")
+    temperature = row.get("temperature")
+    return Trajectory(
+        row["token_ids"],
+        row["action_mask"],
+        row["reward"],
+        log_probs=row.get("log_probs"),
+        group=row.get("group"),
+        task=row.get("task"),
+        truncated=bool(row.get("truncated") or False),
+        temperature=1.0 if temperature is None else temperature,
+        info=json.loads(info) if isinstance(info, str) else info,
+    )
+
+
+def to_dataset(trajectories: Iterable[Trajectory]) -> Dataset:
+    """Writes trajectories as a `datasets.Dataset`, one row each; `.to_parquet` and `.to_json` work on the result.
+
+    Args:
+        trajectories: Any number of them; `info` becomes a JSON string, so that its keys may differ by row.
+
+    Returns:
+        A data set with the columns `token_ids`, `action_mask`, `reward` (null where unscored), `log_probs` (null
+        where the sampler gave none), `group`, `task`, `truncated`, `temperature`, `info`.
+
+    Example:
+        >>> dataset = to_dataset([Trajectory([1, 2, 3], [0, 1, 1], reward=0.5, info={"turns": 1})])
+        >>> [t.num_scored for t in from_dataset(dataset)]
+        [2]
+    """
+    from datasets import Dataset, Features, List, Value
+
+    features = Features(
+        {
+            "token_ids": List(Value("int64")),
+            "action_mask": List(Value("bool")),
+            "reward": Value("float64"),
+            "log_probs": List(Value("float32")),
+            "group": Value("string"),
+            "task": Value("string"),
+            "truncated": Value("bool"),
+            "temperature": List(Value("float32")),
+            "info": Value("string"),
+        }
+    )
+    rows = [_to_row(trajectory) for trajectory in trajectories]
+    return Dataset.from_dict({name: [row[name] for row in rows] for name in features}, features=features)
+
+
+def from_dataset(dataset: Dataset) -> list[Trajectory]:
+    """Reads trajectories back from a data set: the inverse of `to_dataset`.
+
+    Args:
+        dataset: Needs the columns `token_ids`, `action_mask`, `reward`; the other fields of `Trajectory` are optional.
+
+    Returns:
+        One validated `Trajectory` per row, in order.
+
+    Raises:
+        ValueError: A column is missing, or a row is invalid; the message names the row and the field.
+    """
+    missing = [name for name in ("token_ids", "action_mask", "reward") if name not in dataset.column_names]
+    if missing:
+        raise ValueError(f"the data set has no column {missing}; found {dataset.column_names}")
+    return [trajectory_from_row(row, index) for index, row in enumerate(dataset)]
+
+
+def trajectory_from_row(row: Mapping[str, Any], index: int) -> Trajectory:
+    """Builds the trajectory of one data set row.
+
+    Args:
+        row: Column name to value, as a `datasets.Dataset` yields it.
+        index: The row's number, for error messages.
+
+    Returns:
+        The validated trajectory.
+
+    Raises:
+        ValueError: The row is invalid; the message begins with its number.
+        TypeError: A field has the wrong type.
+    """
+    try:
+        return _from_row(row)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"row {index}: {error}") from error
