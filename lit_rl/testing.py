@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,13 +21,27 @@ _SIZES: dict[str, Any] = {
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "decoder_attention_heads", "num_heads"), 2),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len"), 64),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
-    **{"shared_expert_intermediate_size": 16, "num_experts_per_tok": 2, "n_shared_experts": 1},
-    **{"num_key_value_heads": 1, "head_dim": 8, "initializer_range": 0.3, "init_std": 0.3},
-    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+    "shared_expert_intermediate_size": 16,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "initializer_range": 0.3,
+    "init_std": 0.3,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
 }
 _LATENT = {"num_key_value_heads": 2, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4}
 _LATENT |= {"v_head_dim": 8, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
-_MAMBA2 = {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_ssm": 32, "mamba_d_state": 8, "mamba_n_groups": 1}
+_MAMBA2 = {
+    "mamba_n_heads": 4,
+    "mamba_d_head": 8,
+    "mamba_d_ssm": 32,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 1,
+    "mamba_chunk_size": 8,
+}
 _HYBRID = {"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_key_head_dim": 8}
 _HYBRID |= {"linear_num_value_heads": 2, "linear_value_head_dim": 8}
 # What single architectures need on top to be tiny at all, or to show what is special about them.
@@ -107,7 +122,7 @@ def tiny_policy_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config)
-    return model.to(dtype).eval()
+    return _to_dtype(model, dtype).eval()
 
 
 def oracle_log_probs(model: nn.Module, trajectory: Trajectory) -> Tensor:
@@ -163,7 +178,7 @@ def oracle_gradient(
 def _oracle_model(model: nn.Module) -> nn.Module:
     from lit_rl.policy.attention import detach_segment_attention
 
-    reference = copy.deepcopy(model).double().eval()
+    reference = _to_dtype(copy.deepcopy(model), torch.float64).eval()
     reference.zero_grad(set_to_none=True)
     detach_segment_attention(reference)
     return reference
@@ -172,11 +187,18 @@ def _oracle_model(model: nn.Module) -> nn.Module:
 def _log_probs(reference: nn.Module, trajectory: Trajectory) -> Tensor:
     device = next(reference.parameters()).device
     ids = trajectory.token_ids.to(device)
-    output = reference(ids[None])
+    has_cache = "use_cache" in inspect.signature(reference.forward).parameters
+    output = reference(ids[None], **({"use_cache": False} if has_cache else {}))
     logits = getattr(output, "logits", output)[0, :-1]
     temperature = trajectory.temperature.to(device, torch.float64)[1:, None]
     scores = torch.log_softmax(logits.double() / temperature, dim=-1)
     return torch.cat([scores.new_zeros(1), scores.gather(1, ids[1:, None])[:, 0]])
+
+
+def _to_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    if dtype == torch.float64 and hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # type: ignore[operator]  # The grouped product of experts has no float64.
+    return model.to(dtype)
 
 
 def _has(config: PretrainedConfig, name: str) -> bool:

@@ -72,7 +72,8 @@ class BugFixEnvironment(Environment):
         self._task = task
         self._program = list(task["program"])
         self._turns = 0
-        return self._tokenizer.encode(f"{task['goal']} {self._listing()} {ACT}")
+        lines = zip(task["comments"], LINE_LABELS, self._program, strict=False)
+        return self._tokenizer.encode(" ".join(" ".join(line) for line in lines) + f" {ACT}")
 
     def step(self, token_ids: Sequence[int]) -> Turn:
         """Takes one turn of the policy.
@@ -99,12 +100,13 @@ class BugFixEnvironment(Environment):
         return "error"
 
     def _run(self) -> str:
-        test = self._task["visible_test"]
-        outcome = run_program(self._program, test["inputs"])
-        if outcome.value == test["want"]:
-            return "pass"
-        got = outcome.error if outcome.value is None else spell(outcome.value)
-        return f"want {spell(test['want'])} got {got}"
+        task = self._task
+        for index, want in enumerate(task["visible_trace"]):
+            outcome = run_program(self._program[: index + 1], task["visible_test"]["inputs"])
+            if outcome.value != want:
+                got = outcome.error if outcome.value is None else spell(outcome.value)
+                return f"{LINE_LABELS[index]} want {spell(want)} got {got}"
+        return "pass"
 
     def _edit(self, index: int, words: list[str]) -> str:
         if index >= len(self._program):

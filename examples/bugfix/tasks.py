@@ -17,7 +17,7 @@ NUM_TRAINING_TASKS = 20
 NUM_HELD_OUT_TASKS = 10
 NUM_HIDDEN_TESTS = 6
 _WORD_OF_OPERATOR = {"+": "plus", "-": "minus", "*": "times", "/": "over", "%": "mod"}
-_LINE_COUNTS, _LINE_COUNT_WEIGHTS = (1, 2, 3), (8, 3, 1)
+_LINE_COUNTS, _LINE_COUNT_WEIGHTS = (1, 2), (6, 4)
 
 
 class TestCase(TypedDict):
@@ -32,10 +32,11 @@ class BugFixTask(TypedDict):
 
     id: str
     family: str
-    goal: str
+    comments: list[str]
     program: list[str]
     reference: list[str]
     visible_test: TestCase
+    visible_trace: list[int]
     hidden_tests: list[TestCase]
 
 
@@ -113,15 +114,16 @@ def _generate(random: Random, taken: set[tuple[str, ...]]) -> Iterator[BugFixTas
     """Yields tasks whose references are not in `taken`, the bug families in turn."""
     while True:
         for family in BUG_FAMILIES:
+            num_lines = random.choices(_LINE_COUNTS, _LINE_COUNT_WEIGHTS)[0]
             task = None
             while task is None:
-                task = _try_task(random, family, taken)
+                task = _try_task(random, family, num_lines, taken)
             yield task
 
 
-def _try_task(random: Random, family: str, taken: set[tuple[str, ...]]) -> BugFixTask | None:
+def _try_task(random: Random, family: str, num_lines: int, taken: set[tuple[str, ...]]) -> BugFixTask | None:
     """Makes one task, or None where the drawn program is taken, cannot hold the bug, or has tests that miss it."""
-    goal, reference = _draw_program(random)
+    comments, reference = _draw_program(random, num_lines)
     if tuple(reference) in taken:
         return None
     mutants = [
@@ -132,26 +134,27 @@ def _try_task(random: Random, family: str, taken: set[tuple[str, ...]]) -> BugFi
     tests = _draw_tests(random, reference)
     if not mutants or tests is None:
         return None
+    trace = [run_program(reference[: index + 1], tests[0]["inputs"]).value for index in range(len(reference))]
     program = random.choice(mutants)
     if passes(program, tests[:1]) or passes(program, tests[1:]):
         return None
     return BugFixTask(
         id="",
         family=family,
-        goal=goal,
+        comments=comments,
         program=program,
         reference=reference,
         visible_test=tests[0],
+        visible_trace=trace,
         hidden_tests=tests[1:],
     )
 
 
-def _draw_program(random: Random) -> tuple[str, list[str]]:
-    """Returns a goal and the lines that do what it says."""
-    num_lines = random.choices(_LINE_COUNTS, _LINE_COUNT_WEIGHTS)[0]
+def _draw_program(random: Random, num_lines: int) -> tuple[list[str], list[str]]:
+    """Returns comments and the lines that do what they say."""
     parts = [random.choice(_FIRST_PARTS)(random)]
     parts += [random.choice(_LATER_PARTS)(random) for _ in range(num_lines - 1)]
-    return " ".join(phrase for phrase, _ in parts), [line for _, line in parts]
+    return [comment for comment, _ in parts], [line for _, line in parts]
 
 
 def _draw_digit(random: Random) -> str:
@@ -202,7 +205,7 @@ def _loop(random: Random) -> tuple[str, str]:
 
 
 _FIRST_PARTS: tuple[Callable[[Random], tuple[str, str]], ...] = (_start, _start, _start, _start_if)
-_LATER_PARTS: tuple[Callable[[Random], tuple[str, str]], ...] = (_operation, _operation, _bound, _repetition, _loop)
+_LATER_PARTS: tuple[Callable[[Random], tuple[str, str]], ...] = (_operation, _operation, _bound, _repetition)
 
 
 def _draw_tests(random: Random, reference: Sequence[str]) -> list[TestCase] | None:

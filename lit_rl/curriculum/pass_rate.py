@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lit_rl.curriculum.validation import in_range
+from lit_rl.curriculum.validation import in_range, integer
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
@@ -163,8 +163,7 @@ class MeanOfLast(PassRate):
     groups: int = 3
 
     def __post_init__(self) -> None:
-        if not isinstance(self.groups, int) or self.groups < 1:
-            raise ValueError(f"`groups` must be an integer of at least 1, got {self.groups!r}")
+        integer("groups", self.groups, 1)
 
     @property
     def width(self) -> int:  # type: ignore[override]

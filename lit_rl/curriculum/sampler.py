@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -98,6 +98,7 @@ class TaskSampler:
         for name, value, kind in (("estimator", self.estimator, PassRate), ("rule", self.rule, Rule)):
             if not isinstance(value, kind):
                 raise TypeError(f"`{name}` must be a {kind.__name__} object, got {value!r}")
+        self.warn: Callable[[str], Any] = warnings.warn
         self.clock = -1
         self.signals: dict[str, Signal] = {}
         self.report = CurriculumReport()
@@ -248,17 +249,16 @@ class TaskSampler:
         """Continues where `state_dict` was taken, matching tasks by id.
 
         Args:
-            state: From `state_dict`.
-
-        Raises:
-            ValueError: The estimates were made by another estimator.
+            state: From `state_dict`. When its estimates were made by another estimator they cannot be read: every
+                task starts unobserved, with a warning.
         """
-        if state["estimator"] != repr(self.estimator):
-            raise ValueError(
-                f"the stored estimates were made by {state['estimator']}, but this sampler uses {self.estimator!r}; "
-                "continue with the same estimator, or start the curriculum afresh"
-            )
         self._table.load_state_dict(state["table"])
+        if state["estimator"] != repr(self.estimator):
+            self._table.forget_observations(self.estimator.width)
+            self.warn(
+                f"the stored estimates were made by {state['estimator']}, this sampler uses {self.estimator!r}: every "
+                "task starts unobserved again"
+            )
         self.clock, self._draws = int(state["clock"]), int(state["draws"])
         self._warned = set(state["warned"])
         self.report.load_state_dict(state["report"])
@@ -268,7 +268,7 @@ class TaskSampler:
         """Warns the first time only, over restarts too."""
         if key not in self._warned:
             self._warned.add(key)
-            warnings.warn(message, stacklevel=3)
+            self.warn(message)
 
     def _advance(self, count: int, iteration: int | None) -> None:
         clock = self.clock + 1 if iteration is None else integer("iteration", iteration, 0)

@@ -103,3 +103,9 @@ class TaskTable:
         self.columns = {name: state[name].numpy().copy() for name in self.columns}
         self._set_ids(list(state["ids"]))
         self.activate(active)
+
+    def forget_observations(self, width: int) -> None:
+        """Makes every task unobserved; when tasks were drawn stays known."""
+        self.columns["states"] = np.zeros((len(self.ids), width))
+        for name in ("groups", "attempts", "observed_at"):
+            self.columns[name][:] = _INTEGER_COLUMNS[name]

@@ -114,7 +114,7 @@ def microbatch_costs(cost: Cost, microbatches: Sequence[Sequence[int]]) -> npt.N
     if isinstance(cost, SegmentCost):
         owner = np.repeat(np.arange(len(microbatches)), [len(microbatch) for microbatch in microbatches])
         flat = np.fromiter((length for microbatch in microbatches for length in microbatch), dtype=np.int64)
-        return np.bincount(owner, cost.segments(flat), minlength=len(microbatches))
+        return np.bincount(owner, cost.segments(flat), minlength=len(microbatches)).astype(np.float64)
     return np.array([_called(cost, tuple(lengths)) if len(lengths) else 0.0 for lengths in microbatches])
 
 

@@ -117,6 +117,9 @@ class PackedDataModule(LightningDataModule):
             raise ValueError(
                 "`validation_tasks` need a `rollouts(...)` source to act in; give `validation_data` instead"
             )
+        if validation_tasks is None and validation_data is None:
+            # Lightning warns about an empty loader, but not where the hook is the base class's.
+            self.val_dataloader = LightningDataModule.val_dataloader.__get__(self)  # type: ignore[method-assign]
         self.iteration: Iteration | None = None
         self.rollout_statistics: dict[str, float] = {}
         self.rollout_seconds = self.old_log_probs_seconds = 0.0
@@ -164,17 +167,20 @@ class PackedDataModule(LightningDataModule):
         return self._loader(iteration, self._old)
 
     @override
-    def val_dataloader(self) -> DataLoader | list[Any]:
+    def val_dataloader(self) -> DataLoader:
         if self.validation_tasks is not None:
             rank, world_size = self._place()
             request = EvaluationRequest(
-                self._rollouts(), list(self.validation_tasks), self.validation_attempts, None, rank, world_size
+                self._rollouts(),
+                list(self.validation_tasks),
+                attempts=self.validation_attempts,
+                rank=rank,
+                world_size=world_size,
             )
             return DataLoader([request], sampler=EveryRankSampler([request]), batch_size=None)
-        if self._validation is not None:
-            options = {"loss_on": "scored", "baseline": "none", "scale": "none", "num_steps": 1}
-            return self._loader(self._plan(self._validation, self._module(), 0, **options), None)
-        return []
+        assert self._validation is not None
+        options = {"loss_on": "scored", "baseline": "none", "scale": "none", "num_steps": 1}
+        return self._loader(self._plan(self._validation, self._module(), 0, **options), None)
 
     @override
     def predict_dataloader(self) -> DataLoader:
@@ -182,7 +188,8 @@ class PackedDataModule(LightningDataModule):
             raise MisconfigurationException(
                 "`Trainer.predict` attempts `validation_tasks`; give them to the data module"
             )
-        requests = [EvaluationRequest(self._rollouts(), [t], self.validation_attempts) for t in self.validation_tasks]
+        attempts = self.validation_attempts
+        requests = [EvaluationRequest(self._rollouts(), [task], attempts=attempts) for task in self.validation_tasks]
         return DataLoader(requests, batch_size=None)
 
     @override
@@ -205,6 +212,11 @@ class PackedDataModule(LightningDataModule):
         self._restored = state_dict
         if self.rollouts is not None and state_dict["task_sampler"] is not None:
             self.rollouts.task_sampler.load_state_dict(state_dict["task_sampler"])
+
+    @property
+    def old_log_probs_by_trajectory(self) -> list[Tensor] | None:
+        """[L] per trajectory of the iteration: the log-probabilities before its first update, where they are kept."""
+        return self._old
 
     # --- private -----------------------------------------------------------------------------------------------
 
@@ -235,14 +247,16 @@ class PackedDataModule(LightningDataModule):
             return self._trajectories
         rank, world_size = self._place()
         started = time.perf_counter()
-        trajectories = self._rollouts().collect(
-            module.policy,
-            iteration=epoch,
-            rank=rank,
-            world_size=world_size,
-            temperature=module.temperature,
-            progress=self.trainer.progress_bar_callback is not None,
-        )
+        assert module.policy is not None
+        with strategies.gathered_parameters(module.policy):
+            trajectories = self._rollouts().collect(
+                module.policy,
+                iteration=epoch,
+                rank=rank,
+                world_size=world_size,
+                temperature=module.temperature,
+                progress=self.trainer.progress_bar_callback is not None,
+            )
         self.rollout_seconds = time.perf_counter() - started
         return trajectories
 
@@ -261,7 +275,7 @@ class PackedDataModule(LightningDataModule):
             "objective": strategies.planning_objective(self.trainer),
             "microbatches_per_step": self._users_k if (self._users_k or 1) > 1 and not changes else None,
             "world_size": self._place()[1],
-            "seed": hash((self.seed, epoch)) % 2**31,
+            "seed": (self.seed, epoch),
         }
         if self.trajectories_per_step is not None:
             values["num_steps"] = max(1, round(len(trajectories) / self.trajectories_per_step))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from lit_rl.strategies import gathered_parameters
 from lit_rl.trajectory import Trajectory
 
 if TYPE_CHECKING:
@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from lit_rl.rollout.collect import Rollouts
 
 
-@dataclass(frozen=True)
 class EvaluationRequest:
     """Tasks that the current policy is to attempt.
 
@@ -27,12 +26,19 @@ class EvaluationRequest:
         world_size: In how many shares the tasks are split; every process then gets all trajectories.
     """
 
-    rollouts: Rollouts
-    tasks: Sequence[Mapping[str, Any]]
-    attempts: int = 1
-    temperature: float | None = None
-    rank: int = 0
-    world_size: int = 1
+    # Not a dataclass: Lightning's precision plugins would copy one field by field.
+    def __init__(
+        self,
+        rollouts: Rollouts,
+        tasks: Sequence[Mapping[str, Any]],
+        *,
+        attempts: int = 1,
+        temperature: float | None = None,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        self.rollouts, self.tasks, self.attempts = rollouts, tasks, attempts
+        self.temperature, self.rank, self.world_size = temperature, rank, world_size
 
     def collect(self, module: PolicyModule) -> list[Trajectory]:
         """Attempts the tasks.
@@ -43,14 +49,17 @@ class EvaluationRequest:
         Returns:
             One trajectory per task and attempt, in order.
         """
-        return self.rollouts.collect_tasks(
-            module.policy,
-            self.tasks,
-            attempts=self.attempts,
-            temperature=self.temperature or module.temperature,
-            rank=self.rank,
-            world_size=self.world_size,
-        )
+        assert module.policy is not None
+        with gathered_parameters(module.policy):
+            return self.rollouts.collect_tasks(
+                module.policy,
+                self.tasks,
+                attempts=self.attempts,
+                temperature=self.temperature or module.temperature,
+                rank=self.rank,
+                world_size=self.world_size,
+                progress=False,
+            )
 
 
 def reward_statistics(trajectories: Sequence[Trajectory]) -> dict[str, float]:

@@ -45,7 +45,7 @@ class IterationOptions:
     cost: Callable[[Any], Any] | None = field(default=None, compare=False)
     microbatches_per_step: int | None = None
     world_size: int = 1
-    seed: int = 0
+    seed: int | Sequence[int] = 0
 
     def __post_init__(self) -> None:
         if not isinstance(self.max_tokens, int) or isinstance(self.max_tokens, bool):

@@ -95,7 +95,7 @@ def as_lengths(lengths: Lengths, name: str = "lengths") -> npt.NDArray[np.int64]
         values = np.array(_integers(lengths, name), dtype=np.int64)
     if values.size and values.min() < 0:
         index = int(np.argmax(values < 0))
-        raise ValueError(f"trajectory {index} has the length {values[index]} in `{name}`; expected 0 or more")
+        raise ValueError(f"`{name}`[{index}] is {values[index]}; expected at least 0")
     return values
 
 

@@ -8,6 +8,7 @@ them: a layer that is recomputed in the backward pass (activation checkpointing)
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,9 +28,11 @@ SEGMENT_ATTENTION = {"sdpa": "lit_rl_segments", "eager": "lit_rl_segments_eager"
 _BASE_ATTENTION = {name: base for base, name in SEGMENT_ATTENTION.items()}
 # Arguments that models pass along and that do not change what attention computes.
 _WITHOUT_EFFECT = frozenset(
-    "position_ids cache_position use_cache past_key_values output_hidden_states output_router_logits return_dict "
-    "num_items_in_batch logits_to_keep deterministic seq_idx layer_idx cu_seq_lens_q cu_seq_lens_k max_length_q "
-    "max_length_k is_causal position_embeddings".split()
+    {
+        *("position_ids", "position_embeddings", "cache_position", "past_key_values", "use_cache", "layer_idx"),
+        *("output_hidden_states", "output_router_logits", "return_dict", "num_items_in_batch", "logits_to_keep"),
+        *("deterministic", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
+    }
 )
 _active: ContextVar[Segments | None] = ContextVar("lit_rl_segments", default=None)
 
@@ -76,7 +79,7 @@ class Segments:
                     f"segment {index} covers flat positions {start}..{start + length - 1}; expected it to begin at "
                     f"{position} or later and to end within its row of {width}"
                 )
-            pieces += _padding(position, start, width) + [length]
+            pieces += [*_padding(position, start, width), length]
             position = start + length
         pieces += _padding(position, rows * width, width)
         return cls.from_lengths(pieces, device=device)
@@ -174,6 +177,7 @@ def own_attention(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
+        detach_segment_attention(model)
         if attached in _BASE_ATTENTION:
             model.set_attn_implementation(attached)  # type: ignore[operator]
 
@@ -211,8 +215,10 @@ def _segments_from(options: dict[str, Any]) -> Segments | None:
 
 def _pattern(module: nn.Module, attention_mask: Any, options: dict[str, Any]) -> AttentionPattern:
     """The layer's pattern from its mask and arguments; whatever is not understood is refused, by name."""
-    known = {"scaling", "softcap", "s_aux", "sliding_window", "dropout", *_WITHOUT_EFFECT}
-    unknown = [name for name, value in options.items() if name not in known and value is not None and value is not False]
+    known = {"scaling", "softcap", "s_aux", "sliding_window", "dropout", "is_causal", *_WITHOUT_EFFECT}
+    unknown = [
+        name for name, value in options.items() if name not in known and value is not None and value is not False
+    ]
     if unknown:
         raise NotImplementedError(f"segment attention does not know the argument `{unknown[0]}`")
     if options.get("dropout"):
@@ -247,21 +253,20 @@ def _mask_forward(base: str, **arguments: Any) -> Any:
     if segments is None:
         return own_mask(**arguments)
     pattern = read_pattern(arguments["mask_function"])
-    if pattern is None or arguments.get("attention_mask") is not None:
+    padding = arguments.get("attention_mask")
+    if pattern is None or (padding is not None and not bool(padding.all())):
         # An unknown pattern is built in full and cut into its diagonal blocks; never skipped in favour of a flag.
         return own_mask(**{**arguments, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
     return SegmentMask(segments, pattern)
 
 
-def _code(function: Callable[..., Any]) -> Any:
-    return function.__code__
-
-
-_SLIDING = _code(masking_utils.sliding_window_overlay(1))
-_CHUNKED = _code(masking_utils.chunked_overlay(1, torch.zeros(1, dtype=torch.int64)))
-_BOTH = _code(masking_utils.and_masks())
-_REMAPPED = _code(masking_utils.remap_positions_for_packed_sequence(lambda *_: True, torch.zeros(1, 1)))
-_SAME_SEGMENT = _code(masking_utils.packed_sequence_mask_function(torch.zeros(1, 1)))
+# The code of the pieces that transformers puts its mask functions together from: `None` arguments suffice for that.
+_CAUSAL = masking_utils.causal_mask_function.__code__
+_SLIDING = masking_utils.sliding_window_overlay(None).__code__  # type: ignore[arg-type, attr-defined]
+_CHUNKED = masking_utils.chunked_overlay(None, None).__code__  # type: ignore[arg-type, attr-defined]
+_BOTH = masking_utils.and_masks().__code__  # type: ignore[attr-defined]
+_REMAPPED = masking_utils.remap_positions_for_packed_sequence(None, None).__code__  # type: ignore[arg-type, attr-defined]
+_SAME_SEGMENT = masking_utils.packed_sequence_mask_function(None).__code__  # type: ignore[arg-type, attr-defined]
 
 
 def read_pattern(mask_function: Callable[..., Any]) -> AttentionPattern | None:
@@ -287,14 +292,14 @@ def read_pattern(mask_function: Callable[..., Any]) -> AttentionPattern | None:
 def _collect(function: Callable[..., Any], parts: dict[str, int]) -> bool:
     """Adds what a mask function restricts to `parts`; false where a part of it is not known."""
     code = getattr(function, "__code__", None)
-    if code is _code(masking_utils.causal_mask_function):
+    if code is _CAUSAL:
         parts["causal"] = 1
         return True
     if code not in (_SLIDING, _CHUNKED, _BOTH, _REMAPPED, _SAME_SEGMENT):
         return False
-    cells = {name: cell.cell_contents for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True)}  # type: ignore[attr-defined]
+    cells = inspect.getclosurevars(function).nonlocals
     if code is _BOTH:
-        return all([_collect(part, parts) for part in cells["mask_functions"]])
+        return all(_collect(part, parts) for part in cells["mask_functions"])
     if code is _REMAPPED:
         return _collect(cells["mask_function"], parts)
     for kind, name, key in ((_SLIDING, "sliding_window", "window"), (_CHUNKED, "chunk_size", "chunk")):

@@ -112,13 +112,19 @@ def _has_varlen_kernel(query: Tensor, value: Tensor, pattern: AttentionPattern) 
 
 
 def _varlen(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, longest: int, window: int | None, scaling: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    longest: int,
+    window: int | None,
+    scaling: float | None,
 ) -> Tensor:
     """FlashAttention over [tokens, heads, size]; its window counts the tokens to the left, itself excluded."""
     from torch.nn.attention.varlen import varlen_attn
 
     left = -1 if window is None or window >= longest else window - 1
-    return varlen_attn(
+    output = varlen_attn(
         query.contiguous(),
         key.contiguous(),
         value.contiguous(),
@@ -130,6 +136,8 @@ def _varlen(
         window_size=(left, 0),
         enable_gqa=query.shape[1] != key.shape[1],
     )
+    assert isinstance(output, Tensor)  # a pair only where the log-sum-exp is asked for
+    return output
 
 
 def _by_length(
@@ -141,9 +149,7 @@ def _by_length(
         return _in_order(query, key, value, [(length, 1) for length in lengths], pattern, scaling)
     order = _by_length_order(lengths)
     index = order.to(query.device)
-    sorted_output = _in_order(
-        query[index], key[index], value[index], sorted(counts.items()), pattern, scaling
-    )
+    sorted_output = _in_order(query[index], key[index], value[index], sorted(counts.items()), pattern, scaling)
     return sorted_output[order.argsort().to(query.device)]
 
 
@@ -169,11 +175,9 @@ def _in_order(
     # `split` and `cat` write each gradient once; slices would each write a gradient of full size.
     sizes = [length * count for length, count in groups]
     outputs = []
-    for (length, count), *pieces in zip(
-        groups, query.split(sizes), key.split(sizes), value.split(sizes), strict=True
-    ):
-        batched = [piece.unflatten(0, (count, length)).transpose(1, 2) for piece in pieces]
-        outputs.append(_attend(*batched, pattern, scaling).transpose(1, 2).flatten(0, 1))
+    for (length, count), *pieces in zip(groups, query.split(sizes), key.split(sizes), value.split(sizes), strict=True):
+        q, k, v = (piece.unflatten(0, (count, length)).transpose(1, 2) for piece in pieces)
+        outputs.append(_attend(q, k, v, pattern, scaling).transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs)
 
 
@@ -256,7 +260,7 @@ def _under_dense_mask(
         length = pieces[0].shape[0]
         row, column = divmod(start, width)
         block = mask[min(row, mask.shape[0] - 1), :, column : column + length, column : column + length]
-        batched = [piece.transpose(0, 1).unsqueeze(0) for piece in pieces]
-        outputs.append(_masked(*batched, block, pattern, scaling).squeeze(0).transpose(0, 1))
+        q, k, v = (piece.transpose(0, 1).unsqueeze(0) for piece in pieces)
+        outputs.append(_masked(q, k, v, block, pattern, scaling).squeeze(0).transpose(0, 1))
         start += length
     return torch.cat(outputs)

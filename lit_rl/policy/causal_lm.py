@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, Literal, get_args
@@ -20,9 +19,11 @@ from lit_rl.policy.attention import (
     own_attention,
     packed_forward,
 )
+from lit_rl.policy.backbone import accepted_names, backbone_of, base_model_of, hidden_of, mention_extra_losses
 from lit_rl.policy.dropout import switch_off_dropout
 from lit_rl.policy.head import LogProbHead, TokenLogProbs
-from lit_rl.policy.isolation import measure_isolation
+from lit_rl.policy.isolation import Isolation, measure_isolation, probing_mode
+from lit_rl.policy.probing import raising_module
 
 # How segments are kept apart: by segment attention, by the mask that transformers builds from restarted positions,
 # by the user's own module from `segment_ids`, or by giving each its own row.
@@ -39,10 +40,11 @@ class CausalLMPolicy(nn.Module):
     `lit_rl.policy.attention`), the model's own attention under the block-diagonal mask that transformers builds from
     restarted positions, and rows of one segment with padding on the right.
 
-    Dropout and router jitter are switched off at construction, on the modules and in the configuration: with them,
-    the ratio to the sampler would be noise. Extra losses of a model, such as a router's balance loss, are not part of
-    the objective. Only the hidden states that predict a scored token reach the head. Everything runs inside
-    `forward`, so hooks of DDP and FSDP2 on the policy see every use of a parameter.
+    Dropout is switched off at construction, on the modules and in the configuration: with it, the ratio of two passes
+    over the same weights would be noise instead of 1. A model that is random in training mode for other reasons
+    (router jitter) is warned about, with the module's name. Extra losses of a model, such as a router's balance loss,
+    are not part of the objective. Only the hidden states that predict a scored token reach the head. Everything runs
+    inside `forward`, so hooks of DDP and FSDP2 on the policy see every use of a parameter.
 
     Args:
         model: A transformers causal LM, possibly wrapped by PEFT, or your own module with
@@ -81,13 +83,14 @@ class CausalLMPolicy(nn.Module):
             raise ValueError(f'`layout` must be "auto", "packed" or "padded", got {layout!r}')
         self.model = model
         self.requested_layout = layout
+        self.isolation: Isolation | None = None  # what was measured last, for reports
         self._attention: Attention | None = None
         # Not a submodule: its parameters are the model's, and state dicts must not list them twice.
         head = LogProbHead.from_model(model, chunk_tokens=chunk_tokens, vocab_size=vocab_size)
         self.__dict__["head"] = head
-        _backbone(model)
+        backbone_of(model)
         switch_off_dropout(model)
-        _mention_extra_losses(model)
+        mention_extra_losses(model)
 
     head: LogProbHead
 
@@ -99,7 +102,7 @@ class CausalLMPolicy(nn.Module):
 
     def forward(
         self, batch: PackedBatch, *, entropy: bool = False, output: Literal["log_probs", "model_logits"] = "log_probs"
-    ) -> Any:
+    ) -> TokenLogProbs | Tensor:
         """Log-probabilities of the scored tokens of one microbatch.
 
         Args:
@@ -136,10 +139,10 @@ class CausalLMPolicy(nn.Module):
                 f"the batch packs {batch.segment_starts.numel()} segments into {rows} rows, but this policy keeps "
                 'segments apart by rows; collate with layout="padded" (`policy.layout` says which)'
             )
-        if not isinstance(_base_model(self.model), PreTrainedModel):
+        if not isinstance(base_model_of(self.model), PreTrainedModel):
             return self._own_module_hidden(batch)
         if batch.layout == "padded" or self.attention == "padded":
-            return _hidden(self._call_backbone(input_ids=batch.input_ids))
+            return hidden_of(self._call_backbone(input_ids=batch.input_ids))
         width = batch.input_ids.shape[1]
         starts, lengths = batch.segment_starts.tolist(), batch.segment_lengths.tolist()
         segments = Segments.from_rows(starts, lengths, rows=rows, width=width, device=batch.input_ids.device)
@@ -154,7 +157,7 @@ class CausalLMPolicy(nn.Module):
                 seq_idx=row_index.view(rows, width).to(batch.input_ids.device),
                 **segments.keyword_arguments,
             )
-        return _hidden(output)
+        return hidden_of(output)
 
     @property
     def attention(self) -> Attention:
@@ -181,27 +184,41 @@ class CausalLMPolicy(nn.Module):
         """
         if self._attention is not None:
             return self.layout
-        reasons: list[str] = []
-        for attention in self._candidates():
-            reason = self._why_not(attention)
-            if reason is None:
-                self._attention = attention
-                break
-            reasons.append(f"{_NAMES[attention]}: {reason}")
-        detached = self._attention != "segments" and isinstance(_base_model(self.model), PreTrainedModel)
-        if detached:
-            detach_segment_attention(_base_model(self.model))
+        reasons: dict[str, list[str]] = {}
+        self._attention = "padded"  # For the search for randomness.
+        try:
+            with probing_mode(self):
+                self._attention = next((a for a in self._candidates() if self._is_isolated(a, reasons)), None)
+        except BaseException:
+            self._attention = None
+            raise
+        base = base_model_of(self.model)
+        if self._attention != "segments" and isinstance(base, PreTrainedModel):
+            detach_segment_attention(base)
+        explained = "; ".join(f"{' and '.join(names)}: {reason}" for reason, names in reasons.items())
+        if self._attention is None and self.requested_layout == "packed":
+            raise ValueError(
+                f'layout="packed" was asked for, but this model cannot be packed: {explained}. Use layout="auto" or '
+                '"padded"'
+            )
         if self._attention is None:
-            raise ValueError(self._refusal(reasons))
-        if reasons and self._attention == "padded":
-            rank_zero_warn("trajectories are not packed but padded, in rows of one. " + " ".join(reasons))
+            raise ValueError(f"{type(self.model).__name__} is no causal language model: {explained}")
+        if self._attention == "padded" and reasons:
+            rank_zero_warn(f"trajectories are padded, in rows of one, instead of packed: {explained}")
         elif reasons:
-            rank_zero_info(f"packed by {_NAMES[self._attention]}. " + " ".join(reasons))
+            rank_zero_info(f"packed by {_NAMES[self._attention]}, because of {explained}")
         return self.layout
 
-    def gradient_checkpointing_enable(self, **kwargs: Any) -> None:
-        """Recomputes layers in the backward pass instead of keeping their activations; see the transformers method."""
-        self.model.gradient_checkpointing_enable(**kwargs)  # type: ignore[operator]
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
+        """Recomputes layers in the backward pass instead of keeping their activations.
+
+        Args:
+            gradient_checkpointing_kwargs: Passed on to `torch.utils.checkpoint.checkpoint`.
+        """
+        base: Any = base_model_of(self.model)
+        # The name that transformers has used since 5.2x; its older releases and other modules know the other one.
+        enable = getattr(base, "activation_checkpointing_enable", None) or base.gradient_checkpointing_enable
+        enable(gradient_checkpointing_kwargs)
 
     def embedding(self) -> nn.Module | None:
         """The module that turns ids into vectors, where the model says which it is."""
@@ -212,67 +229,70 @@ class CausalLMPolicy(nn.Module):
     @contextmanager
     def reference_attention(self) -> Iterator[None]:
         """Within it, the model runs the attention it came with."""
-        base = _base_model(self.model)
+        base = base_model_of(self.model)
         with own_attention(base) if isinstance(base, PreTrainedModel) else nullcontext():
             yield
 
     # --- private -----------------------------------------------------------------------------------------------
 
     def _candidates(self) -> list[Attention]:
-        own = isinstance(_base_model(self.model), PreTrainedModel)
+        own = isinstance(base_model_of(self.model), PreTrainedModel)
         packed: list[Attention] = ["segments", "own_mask"] if own else ["segment_ids"]
         padded: list[Attention] = ["padded"]
         return {"auto": packed + padded, "packed": packed, "padded": padded}[self.requested_layout]
 
-    def _why_not(self, attention: Attention) -> str | None:
-        """`None` when segments are isolated this way, otherwise the reason why not."""
-        base = _base_model(self.model)
-        if attention == "segments" and (reason := attach_segment_attention(base)) is not None:
-            return reason
-        if attention == "own_mask":
-            detach_segment_attention(base)
-        if attention == "segment_ids" and not _accepts(base, "segment_ids"):
-            return f"`{type(base).__name__}.forward` takes no `segment_ids`"
-        if attention == "own_mask" and not _accepts(_backbone(self.model), "position_ids"):
-            return f"`{type(_backbone(self.model)).__name__}.forward` takes no `position_ids`"
-        self._attention = attention
-        try:
-            result = measure_isolation(self, layout=self.layout)
-        except (NotImplementedError, TypeError, AttributeError, ValueError, RuntimeError, KeyError, IndexError) as error:
-            if attention == "padded":
-                raise
-            return f"{type(error).__name__}: {error}"
-        finally:
-            self._attention = None
-        return None if result.ok else result.message
+    def _is_isolated(self, attention: Attention, reasons: dict[str, list[str]]) -> bool:
+        """Whether segments are isolated this way; if not, adds why to the reasons."""
+        reason = self._cannot(attention)
+        if reason is None:
+            self._attention = attention
+            try:
+                self.isolation = measure_isolation(self, layout=self.layout)
+                reason = None if self.isolation.ok else self.isolation.message
+            except (TypeError, AttributeError, LookupError, ValueError, RuntimeError) as error:
+                if attention == "padded" or isinstance(error, torch.OutOfMemoryError):
+                    raise
+                where = raising_module(error, self.model)
+                reason = f"{type(error).__name__}{'' if where is None else f' in {where}'}: {error}"
+            finally:
+                self._attention = None
+        if reason is not None:
+            reasons.setdefault(reason, []).append(_NAMES[attention])
+        return reason is None
 
-    def _refusal(self, reasons: list[str]) -> str:
-        if self.requested_layout == "packed":
-            return (
-                'layout="packed" was asked for, but this model cannot be packed; use layout="auto" or "padded". '
-                + " ".join(reasons)
-            )
-        return f"{type(self.model).__name__} is no causal language model: " + reasons[-1]
+    def _cannot(self, attention: Attention) -> str | None:
+        """Sets the attention on the model; says why where it cannot be."""
+        base, backbone = base_model_of(self.model), backbone_of(self.model)
+        if attention == "segments":
+            return attach_segment_attention(base)
+        if isinstance(base, PreTrainedModel):
+            detach_segment_attention(base)
+        needed = {"segment_ids": "segment_ids", "own_mask": "position_ids"}.get(attention)
+        if needed is not None and needed not in accepted_names(backbone, needed):
+            return f"`{type(backbone).__name__}.forward` takes no `{needed}`"
+        return None
 
     def _call_backbone(self, **arguments: Any) -> Any:
         """Calls the backbone with those of the arguments that it takes."""
-        backbone = _backbone(self.model)
+        backbone = backbone_of(self.model)
         arguments["use_cache"] = False
-        return backbone(**{name: value for name, value in arguments.items() if _accepts(backbone, name)})
+        return backbone(**{name: arguments[name] for name in accepted_names(backbone, *arguments)})
 
     def _own_module_hidden(self, batch: PackedBatch) -> Tensor:
         positions = batch.position_ids
         if batch.layout == "padded":
             positions = torch.arange(positions.shape[1], device=positions.device).expand_as(positions)
-        extra = {"segment_ids": batch.segment_ids} if _accepts(self.model, "segment_ids") else {}
-        return _hidden(self.model(batch.input_ids, positions, **extra))
+        extra = {"segment_ids": batch.segment_ids} if accepted_names(self.model, "segment_ids") else {}
+        return hidden_of(self.model(batch.input_ids, positions, **extra))
 
     def _model_logits(self, batch: PackedBatch) -> Tensor:
         if batch.segment_starts.numel() > batch.input_ids.shape[0]:
-            raise ValueError('the model\'s own logits are defined for rows of one segment; collate with layout="padded"')
-        base = _base_model(self.model)
+            raise ValueError(
+                'the model\'s own logits are defined for rows of one segment; collate with layout="padded"'
+            )
+        base = base_model_of(self.model)
         if isinstance(base, PreTrainedModel):
-            extra = {"use_cache": False} if _accepts(base, "use_cache") else {}
+            extra = {"use_cache": False} if accepted_names(base, "use_cache") else {}
             output = self.model(input_ids=batch.input_ids, **extra)
             logits = output.logits if hasattr(output, "logits") else output[0]
         else:
@@ -291,45 +311,6 @@ _NAMES: dict[Attention, str] = {
 assert set(_NAMES) == set(get_args(Attention))
 
 
-def _base_model(model: nn.Module) -> nn.Module:
-    """The model inside a PEFT wrapper; adapters are layers inside it, so nothing is lost by going around."""
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
-    if inner is not model:
-        for name, config in getattr(model, "peft_config", {}).items():
-            if getattr(config, "is_prompt_learning", False):
-                raise ValueError(
-                    f"adapter {name!r} is prompt learning ({type(config).__name__}): it adds virtual tokens that "
-                    "trajectories do not have; use adapters on layers, such as LoRA"
-                )
-    return inner
-
-
-def _backbone(model: nn.Module) -> nn.Module:
-    """What computes the last hidden states of a transformers causal LM; the module itself for the user's own."""
-    base = _base_model(model)
-    if not isinstance(base, PreTrainedModel):
-        return base
-    backbone = base.base_model
-    if backbone is base:
-        raise TypeError(
-            f"{type(base).__name__} has no backbone under `base_model`; pass a causal LM "
-            "(`AutoModelForCausalLM`), not a bare model"
-        )
-    return backbone
-
-
-def _hidden(output: Any) -> Tensor:
-    if isinstance(output, Tensor):
-        return output
-    hidden = getattr(output, "last_hidden_state", None)
-    return output[0] if hidden is None else hidden
-
-
-def _accepts(module: nn.Module, name: str) -> bool:
-    parameters = inspect.signature(module.forward).parameters
-    return name in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-
-
 def _check_batch(batch: Any) -> None:
     missing = next((name for name in _NEEDED if not hasattr(batch, name)), None)
     if missing is not None:
@@ -337,11 +318,3 @@ def _check_batch(batch: Any) -> None:
             f"a microbatch must be a PackedBatch, got {type(batch).__name__} without `{missing}`; build it with "
             "`lit_rl.collate`, or let `PackedDataModule` do it"
         )
-
-
-def _mention_extra_losses(model: nn.Module) -> None:
-    config = getattr(_base_model(model), "config", None)
-    if getattr(config, "output_router_logits", False):
-        rank_zero_warn("the model asks for a router loss (`output_router_logits`): it is not part of the objective")
-    elif getattr(config, "router_aux_loss_coef", 0):
-        rank_zero_info("the model's router loss (`router_aux_loss_coef`) is not part of the objective")

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
 
-# Numbers that models keep on modules and configurations and read in training mode only.
-_NOISE = re.compile(r"drop|jitter")
-_KEPT = re.compile(r"path_rate_schedule|token")
-
 
 def switch_off_dropout(model: nn.Module) -> Callable[[], None]:
-    """Sets every dropout probability and router jitter of a model to 0, on its modules and its configuration.
+    """Sets every dropout probability of a model to 0, on its modules and its configuration.
 
     Args:
         model: Any module; it stays in the mode (training or evaluation) it is in.
@@ -52,6 +47,5 @@ def _probabilities(model: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
             seen.add(id(values))
             is_dropout = values is vars(module) and isinstance(module, nn.modules.dropout._DropoutNd)
             for name, value in values.items():
-                matches = (is_dropout and name == "p") or (_NOISE.search(name) and not _KEPT.search(name))
-                if matches and isinstance(value, float) and value != 0.0:
+                if isinstance(value, float) and value != 0.0 and ("drop" in name or (is_dropout and name == "p")):
                     yield values, name

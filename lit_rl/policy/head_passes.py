@@ -18,24 +18,39 @@ IGNORED = -100
 Objective = Callable[[Tensor, slice], Tensor]
 
 
-def kept_tokens(targets: Tensor, vocab_size: int) -> Tensor | None:
-    """Indices of the targets that are not ignored, or None if that is all of them.
+def check_rows(inputs: HeadInputs) -> None:
+    """Refuse targets and temperatures that cannot be scored, before any work.
 
     Raises:
-        ValueError: A target is neither a token id below `vocab_size` nor ignored.
-
-    >>> kept_tokens(torch.tensor([3, -100, 1]), 10)
-    tensor([0, 2])
+        ValueError: A target is neither a token id below the vocabulary size nor ignored, or the temperature of a
+            token that is scored is not a positive number.
     """
+    targets, temperature = inputs.targets, inputs.row_temperature
     kept = targets != IGNORED
-    wrong = kept & ((targets < 0) | (targets >= vocab_size))
+    wrong = kept & ((targets < 0) | (targets >= inputs.vocab_size))
     if bool(wrong.any()):
         position = int(wrong.nonzero()[0])
         raise ValueError(
             f"`targets` has {int(targets[position])} at position {position}: expected a token id from 0 to "
-            f"{vocab_size - 1}, or {IGNORED} for a token that is not scored."
+            f"{inputs.vocab_size - 1}, or {IGNORED} for a token that is not scored."
         )
-    indices = kept.nonzero().squeeze(1)
+    if temperature is None:
+        return
+    wrong = kept & ~((temperature > 0) & temperature.isfinite())
+    if bool(wrong.any()):
+        position = int(wrong.nonzero()[0])
+        raise ValueError(
+            f"`temperature` has {float(temperature[position])} at position {position}: expected a positive number."
+        )
+
+
+def kept_tokens(targets: Tensor) -> Tensor | None:
+    """Indices of the targets that are not ignored, or None if that is all of them.
+
+    >>> kept_tokens(torch.tensor([3, -100, 1]))
+    tensor([0, 2])
+    """
+    indices = (targets != IGNORED).nonzero().squeeze(1)
     return None if len(indices) == len(targets) else indices
 
 
@@ -58,7 +73,8 @@ class Scores:
 
 def score(inputs: HeadInputs, shape: TileShape, *, entropy: bool) -> Scores:
     """Log-probability and entropy of every token; exactly 0 for ignored ones, whose hidden states are not read."""
-    kept = kept_tokens(inputs.targets, inputs.vocab_size)
+    check_rows(inputs)
+    kept = kept_tokens(inputs.targets)
     count = len(inputs.targets)
     total = count if kept is None else len(kept)
     statistics = RowStatistics.empty(total, inputs, entropy=entropy)
@@ -72,8 +88,20 @@ def score(inputs: HeadInputs, shape: TileShape, *, entropy: bool) -> Scores:
     return Scores(
         _spread(log_probs, kept, count),
         None if entropies is None else _spread(entropies, kept, count),
-        RowStatistics(*(None if value is None else _spread(value, kept, count) for value in statistics.values())),
+        statistics.map(lambda values: _spread(values, kept, count)),
     )
+
+
+def full_logits(inputs: HeadInputs, shape: TileShape) -> Tensor:
+    """All logits `[M, vocab_size]`, at temperature 1."""
+    slope = inputs.slope(slice(None))
+    logits = torch.empty(
+        len(inputs.targets), inputs.vocab_size, dtype=inputs.compute_dtype, device=inputs.targets.device
+    )
+    for block in shape.blocks(inputs):
+        for part in shape.slices(len(inputs.targets)):
+            logits[part, block.columns] = inputs.tile(inputs.hidden_rows(part), block) * slope
+    return logits
 
 
 @dataclass
@@ -106,32 +134,32 @@ class Gradients:
         wanted = bias is not None and needs[2 * count]
         return cls(hiddens, weights, torch.zeros_like(bias, dtype=compute) if bias is not None and wanted else None)
 
-    def weight_sums(self, block: VocabBlock, dtype: torch.dtype) -> list[Tensor | None]:
-        """Where to add up the weight gradients of one block in `dtype`: a view of the whole, or a buffer to store."""
-        views = [None if weight is None else weight[block.columns] for weight in self.weights]
-        return [view if view is None or view.dtype == dtype else torch.zeros_like(view, dtype=dtype) for view in views]
-
-    def store(self, sums: list[Tensor | None], block: VocabBlock) -> None:
-        """Round one block's finished sums to the weights' own precision."""
-        for weight, total in zip(self.weights, sums, strict=True):
-            if weight is not None and total is not None and weight.dtype != total.dtype:
-                weight[block.columns] = total.to(weight.dtype)
-
-    def add(
-        self, gradient: Tensor, hiddens: list[Tensor], rows: Rows, block: VocabBlock, sums: list[Tensor | None]
-    ) -> None:
-        """Add what the gradient of one tile means for hidden states, weights and bias."""
+    def add(self, gradient: Tensor, hiddens: list[Tensor], rows: Rows, block: VocabBlock) -> list[Tensor | None]:
+        """Add what the gradient of one tile means for hidden states and bias; return what it means for weights."""
         if self.bias is not None:
             self.bias[block.columns] += gradient.sum(0)
-        factor = gradient.to(hiddens[0].dtype)
         for total, weight in zip(self.hiddens, block.weights, strict=True):
-            if total is not None and isinstance(rows, slice):
-                total[rows] += multiply(factor, weight)
-            elif total is not None:
-                total.index_add_(0, rows, multiply(factor, weight))
-        for total, hidden in zip(sums, hiddens, strict=True):
-            if total is not None:
-                total += multiply(factor.t(), hidden)
+            if total is None:
+                continue
+            product = multiply(gradient.to(weight.dtype), weight)
+            if isinstance(rows, slice):
+                total[rows] += product
+            else:
+                total.index_add_(0, rows, product)
+        return [
+            None if weight is None else multiply(gradient.to(hidden.dtype).t(), hidden)
+            for weight, hidden in zip(self.weights, hiddens, strict=True)
+        ]
+
+    def add_weights(self, parts: list[Tensor | None], block: VocabBlock) -> None:
+        """Add to the weight gradients of one block, rounding to their precision."""
+        for weight, part in zip(self.weights, parts, strict=True):
+            if weight is not None and part is not None:
+                weight[block.columns] += part.to(weight.dtype)
+
+
+def _sum(total: Tensor | None, part: Tensor | None) -> Tensor | None:
+    return total if total is None or part is None else total.add_(part)
 
 
 def differentiate_scores(
@@ -146,15 +174,16 @@ def differentiate_scores(
     live = upstream.live()
     total = len(inputs.targets) if live is None else len(live)
     for block in shape.blocks(inputs) if total else ():
-        sums = gradients.weight_sums(block, inputs.compute_dtype)
+        sums: list[Tensor | None] = []
         for part in shape.slices(total):
             rows = _among(live, part)
             hiddens = inputs.hidden_rows(rows)
             tile = inputs.tile(hiddens, block)
             target = block.inside(inputs.targets[rows])
             gradient = differentiate(tile, statistics[rows], upstream[rows], inputs, rows, target)
-            gradients.add(gradient, hiddens, rows, block, sums)
-        gradients.store(sums, block)
+            parts = gradients.add(gradient, hiddens, rows, block)
+            sums = [_sum(total, part) for total, part in zip(sums, parts, strict=True)] if sums else parts
+        gradients.add_weights(sums, block)
     return gradients
 
 
@@ -167,11 +196,90 @@ class OnePass:
     gradients: Gradients
 
 
-def score_and_differentiate(
-    inputs: HeadInputs, shape: TileShape, chunk_tokens: int, objective: Objective, needs: list[bool]
-) -> OnePass:
+@dataclass(frozen=True)
+class _Chunk:
+    """Tokens whose logits are kept: which of the call's tokens, their hidden states, and their distributions."""
+
+    rows: Rows
+    hiddens: list[Tensor]
+    statistics: RowStatistics
+
+    def only(self, live: Tensor) -> _Chunk:
+        """The chunk without the rows that are not in `live`."""
+        rows = live + self.rows.start if isinstance(self.rows, slice) else self.rows[live]
+        return _Chunk(rows, [hidden[live] for hidden in self.hiddens], self.statistics[live])
+
+
+def score_and_differentiate(inputs: HeadInputs, shape: TileShape, objective: Objective, needs: list[bool]) -> OnePass:
     """Loss of a token-local objective and its gradients, a chunk of tokens at a time, each product made once.
 
-    The logits of one chunk are kept from scoring to differentiating; that buffer is the memory this pass takes.
+    The logits of one chunk (`shape.rows` tokens) stay from scoring to differentiating; that buffer is the memory
+    this pass takes.
     """
-    ...
+    check_rows(inputs)
+    gradients = Gradients.zeros(inputs, needs, [inputs.compute_dtype] * len(inputs.weights))
+    count = len(inputs.targets)
+    log_probs = torch.zeros(count, dtype=inputs.compute_dtype, device=inputs.targets.device)
+    logits = log_probs.new_empty(min(shape.rows, count), inputs.vocab_size)
+    losses = []
+    for part in shape.slices(count):
+        kept = kept_tokens(inputs.targets[part])
+        chunk = _fill(logits, inputs, shape, part if kept is None else kept + part.start)
+        log_probs[chunk.rows] = chunk.statistics.log_probs(inputs.slope(chunk.rows))
+        loss, upstream = _evaluate(objective, log_probs[part], part, needs=any(needs))
+        losses.append(loss)
+        if upstream is not None:
+            upstream = upstream if kept is None else upstream[kept]
+            _drain(logits, inputs, shape, chunk, RowGradients(upstream, None), gradients)
+    loss = torch.stack(losses).sum() if losses else log_probs.sum()
+    return OnePass(loss, log_probs, gradients)
+
+
+def _fill(logits: Tensor, inputs: HeadInputs, shape: TileShape, rows: Rows) -> _Chunk:
+    """Put the tiles of `rows` side by side into `logits` and gather their statistics."""
+    targets, hiddens = inputs.targets[rows], inputs.hidden_rows(rows)
+    statistics = RowStatistics.empty(len(targets), inputs, entropy=False)
+    for block in shape.blocks(inputs):
+        tile = inputs.tile(hiddens, block)
+        logits[: len(targets), block.columns] = tile
+        statistics.absorb(tile, inputs.slope(rows), *block.inside(targets))
+    return _Chunk(rows, hiddens, statistics)
+
+
+def _drain(
+    logits: Tensor,
+    inputs: HeadInputs,
+    shape: TileShape,
+    chunk: _Chunk,
+    upstream: RowGradients,
+    gradients: Gradients,
+) -> None:
+    """Turn the kept logits of a chunk into gradients, block by block; rows without upstream gradient are left out."""
+    live = upstream.live()
+    if live is not None:
+        chunk, upstream = chunk.only(live), upstream[live]
+    targets = inputs.targets[chunk.rows]
+    for block in shape.blocks(inputs) if len(targets) else ():
+        kept = logits[: len(targets), block.columns] if live is None else logits[live, block.columns]
+        tile = differentiate(kept.clone(), chunk.statistics, upstream, inputs, chunk.rows, block.inside(targets))
+        gradients.add_weights(gradients.add(tile, chunk.hiddens, chunk.rows, block), block)
+
+
+def _evaluate(objective: Objective, log_probs: Tensor, part: slice, *, needs: bool) -> tuple[Tensor, Tensor | None]:
+    """The objective's summed loss over one chunk and its derivative by each log-probability, by autograd."""
+    leaf = log_probs.clone().requires_grad_(needs)
+    with torch.set_grad_enabled(needs):
+        per_token = objective(leaf, part)
+        if not isinstance(per_token, Tensor) or per_token.shape != leaf.shape:
+            got = f"shape {tuple(per_token.shape)}" if isinstance(per_token, Tensor) else type(per_token).__name__
+            raise ValueError(
+                f"`objective` returned {got} for tokens {part.start} to {part.stop}: expected one weighted loss per "
+                f"token, shape {tuple(leaf.shape)}. An objective that looks beyond a token needs `token_log_probs`."
+            )
+        loss = per_token.sum()
+    if not needs:
+        return loss, None
+    if not loss.requires_grad:
+        return loss, torch.zeros_like(log_probs)
+    (upstream,) = torch.autograd.grad(loss, leaf, allow_unused=True)
+    return loss.detach(), torch.zeros_like(log_probs) if upstream is None else upstream

@@ -97,42 +97,49 @@ class HeadInputs:
         weights: Weights `[V, D_i]`.
         bias: Biases `[V]`, or None.
         targets: Token ids `[M]`, int64.
-        temperature: One number, or `[M]`.
+        row_temperature: Each token's temperature `[M]`, or None for `temperature` everywhere.
+        temperature: One temperature for all tokens.
         logit_scale: Multiplier of the logits, before the cap.
         softcap: Logits become `softcap * tanh(logits / softcap)`; None leaves them alone.
         vocab_size: Real size of the vocabulary; further rows of the weights take no part.
-        product_dtype: Precision the operands are rounded to before they are multiplied.
+        autocast_dtype: Precision the factors of each product are rounded to; None leaves them as they are.
     """
 
     hiddens: Sequence[Tensor]
     weights: Sequence[Tensor]
     bias: Tensor | None
     targets: Tensor
-    temperature: Tensor | float
+    row_temperature: Tensor | None
+    temperature: float
     logit_scale: float
     softcap: float | None
     vocab_size: int
-    product_dtype: torch.dtype
+    autocast_dtype: torch.dtype | None
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """Precision of everything after the product."""
-        return torch.float64 if self.product_dtype is torch.float64 else torch.float32
+        """Precision of everything after the products: float32, or float64 if anything comes in float64."""
+        factors = [*self.hiddens, *self.weights]
+        return torch.float64 if any(factor.dtype is torch.float64 for factor in factors) else torch.float32
 
-    def operand(self, values: Tensor) -> Tensor:
-        """A factor of a product: rounded to the product's precision, and on CPU widened to the compute precision."""
-        values = values.to(self.product_dtype)
-        return values.to(self.compute_dtype) if values.device.type == "cpu" else values
+    def _operand(self, values: Tensor, term: int) -> Tensor:
+        """A factor of the `term`-th product: rounded as autocast would, and widened as far as the product needs."""
+        dtype = torch.promote_types(self.hiddens[term].dtype, self.weights[term].dtype)
+        if self.autocast_dtype is not None and dtype is not torch.float64:
+            dtype = self.autocast_dtype
+        values = values.to(dtype)
+        widen = values.device.type == "cpu" or self.compute_dtype is torch.float64
+        return values.to(self.compute_dtype) if widen else values
 
     def block(self, start: int, stop: int) -> VocabBlock:
         """The rows `start` to `stop` of the output layer."""
         columns = slice(start, stop)
         bias = None if self.bias is None else self.bias[columns].to(self.compute_dtype)
-        return VocabBlock(columns, [self.operand(weight[columns]) for weight in self.weights], bias)
+        return VocabBlock(columns, [self._operand(weight[columns], i) for i, weight in enumerate(self.weights)], bias)
 
     def hidden_rows(self, rows: Rows) -> list[Tensor]:
         """The hidden states of `rows` as operands."""
-        return [self.operand(take(hidden, rows)) for hidden in self.hiddens]
+        return [self._operand(take(hidden, rows), i) for i, hidden in enumerate(self.hiddens)]
 
     def tile(self, hiddens: Sequence[Tensor], block: VocabBlock) -> Tensor:
         """A new tile `[rows, columns]`: the bare logits, or `tanh(logits / softcap)` where there is a cap.
@@ -157,6 +164,6 @@ class HeadInputs:
         return self._over_temperature(self.logit_scale, rows)
 
     def _over_temperature(self, factor: float, rows: Rows) -> Tensor | float:
-        if isinstance(self.temperature, Tensor):
-            return factor / take(self.temperature, rows).to(self.compute_dtype).unsqueeze(1)
-        return factor / self.temperature
+        if self.row_temperature is None:
+            return factor / self.temperature
+        return factor / take(self.row_temperature, rows).to(self.compute_dtype).unsqueeze(1)

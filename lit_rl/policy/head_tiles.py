@@ -11,7 +11,7 @@ makes the tile again and turns it, in place, into the gradient with respect to t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -43,7 +43,8 @@ class TileShape:
 
         >>> import torch
         >>> hidden, weight = torch.zeros(5000, 8), torch.zeros(100_000, 8)
-        >>> inputs = HeadInputs([hidden], [weight], None, torch.zeros(5000), 1.0, 1.0, None, 100_000, torch.float32)
+        >>> rest = (None, torch.zeros(5000), None, 1.0, 1.0, None, 100_000, None)
+        >>> inputs = HeadInputs([hidden], [weight], *rest)
         >>> TileShape.choose(inputs, None)
         TileShape(rows=1024, columns=4096)
         >>> TileShape.choose(inputs, 64)
@@ -89,9 +90,23 @@ class RowStatistics:
         peak = torch.full_like(zeros, torch.finfo(zeros.dtype).min)
         return cls(peak, zeros, torch.zeros_like(zeros), torch.zeros_like(zeros) if entropy else None)
 
+    def map(self, change: Callable[[Tensor], Tensor]) -> RowStatistics:
+        """The same change made to every field."""
+        weighted = None if self.weighted is None else change(self.weighted)
+        return RowStatistics(change(self.peak), change(self.total), change(self.target), weighted)
+
+    def stack(self) -> Tensor:
+        """All fields as one tensor `[3 or 4, rows]`."""
+        fields = (self.peak, self.total, self.target, self.weighted)
+        return torch.stack([field for field in fields if field is not None])
+
+    @classmethod
+    def unstack(cls, fields: Tensor) -> RowStatistics:
+        """The statistics that `stack` made one tensor of."""
+        return cls(fields[0], fields[1], fields[2], fields[3] if len(fields) == 4 else None)
+
     def __getitem__(self, rows: Rows) -> RowStatistics:
-        weighted = None if self.weighted is None else take(self.weighted, rows)
-        return RowStatistics(take(self.peak, rows), take(self.total, rows), take(self.target, rows), weighted)
+        return self.map(lambda values: take(values, rows))
 
     def absorb(self, tile: Tensor, slope: Tensor | float, inside: Tensor, columns: Tensor) -> None:
         """Take a tile into account, in place; the tile is used up.

@@ -8,68 +8,61 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
-from lit_rl.data.batch import Layout, PackedBatch, collate
+from lit_rl.data.batch import Layout, PackedBatch
+from lit_rl.policy.probe import CHANGED, LENGTHS, Isolated, Probe, device_of, make_probe, positions_of
 from lit_rl.policy.probing import first_changed_module
-from lit_rl.trajectory import Trajectory
 
-_LENGTHS = (4, 1, 5, 3)
-_CHANGED = 2  # The segment that is replaced: it has neighbours on both sides.
 # Largest difference in nats that rounding explains when one trajectory is computed in two shapes.
-_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 5e-2, torch.bfloat16: 2.5e-1}
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 5e-2, torch.bfloat16: 2.5e-1}
+# Of that, what is left when both runs have the same shape: other tokens may be grouped otherwise by a router.
+_SAME_SHAPE = 0.1
 # Gradient of a segment's loss at another segment's tokens, relative to its own: exactly 0 but for rounding.
 _GRADIENT_TOLERANCE = 1e-6
 
 
-class Isolated(Protocol):
-    """What isolation is measured on: a policy."""
-
-    model: nn.Module
-
-    def __call__(self, batch: PackedBatch) -> Any:
-        """Returns an object with `log_probs` [M] in nats."""
-
-    def embedding(self) -> nn.Module | None:
-        """The module that turns ids into vectors, if it is known."""
-
-    def reference_attention(self) -> Any:
-        """A context in which the model runs the attention it came with."""
-
-
 @dataclass(frozen=True)
 class Isolation:
-    """What was measured; all three numbers are 0 up to rounding for isolated segments.
+    """What was measured; all numbers but `tolerance` are 0 up to rounding for isolated segments of a causal model.
 
     Args:
         changed: Largest change in nats of a log-probability when another segment's tokens were replaced.
         gradient: Largest gradient of a segment's loss at another segment's tokens, relative to its own.
+        future: Largest change in nats of a log-probability when a later token of its own segment was replaced.
         alone: Largest difference in nats between a segment in the microbatch and the trajectory alone.
+        padded: The same for rows of one segment with padding on the right.
         tolerance: Nats that rounding explains in the precision of the model.
         module: The first module whose output changed, when something did.
-        layout: How the segments were laid out.
     """
 
     changed: float
     gradient: float
+    future: float
     alone: float
+    padded: float
     tolerance: float
     module: str | None = None
-    layout: Layout = "packed"
 
     @property
     def leaks(self) -> bool:
         """True when a segment depends on another one."""
-        return not (self.changed <= self.tolerance and self.gradient <= _GRADIENT_TOLERANCE)
+        return not (self.changed <= _SAME_SHAPE * self.tolerance and self.gradient <= _GRADIENT_TOLERANCE)
+
+    @property
+    def is_causal(self) -> bool:
+        """True when no token depends on later ones, padding included."""
+        return self.future <= _SAME_SHAPE * self.tolerance
 
     @property
     def ok(self) -> bool:
         """True when segments neither depend on each other nor differ from the trajectories alone."""
-        return not self.leaks and self.alone <= self.tolerance
+        return not self.leaks and self.is_causal and max(self.alone, self.padded) <= self.tolerance
 
     @property
     def message(self) -> str:
@@ -77,26 +70,34 @@ class Isolation:
         module = "" if self.module is None else f"; the first module whose output changed is {self.module}"
         if self.leaks:
             return (
-                f"segments see each other in the {self.layout} layout: replacing one segment's tokens moved another "
-                f"segment's log-probabilities by {self.changed:.3g} nats and its loss has {self.gradient:.2g} of its "
-                f"gradient there (attention leak, or a layer that carries state along the row){module}"
+                f"segments see each other: replacing one segment's tokens moved another segment's log-probabilities "
+                f"by {self.changed:.3g} nats, and {self.gradient:.2g} of a segment's gradient is at another one's "
+                f"tokens (attention leak, or a layer that carries state along the row){module}"
+            )
+        if not self.is_causal:
+            return (
+                f"the model is not causal: replacing a later token of the same segment moved a log-probability by "
+                f"{self.future:.3g} nats{module}"
+            )
+        if self.alone > self.tolerance:
+            return (
+                f"segments differ from the trajectories alone by {self.alone:.3g} nats (allowed: "
+                f"{self.tolerance:.0e}) although they do not see each other: their position numbers do not restart, "
+                f"or their boundaries are off{module}"
             )
         if not self.ok:
             return (
-                f"segments in the {self.layout} layout differ from the trajectories alone by {self.alone:.3g} nats "
-                f"(allowed: {self.tolerance:.0e}) although they do not see each other: their position numbers do not "
-                f"restart, or their boundaries are off{module}"
+                f"padded rows differ from the trajectories alone by {self.padded:.3g} nats (allowed: "
+                f"{self.tolerance:.0e}): the model looks at its padding, or treats its attention by name{module}"
             )
         return (
-            f"segments are isolated in the {self.layout} layout: they differ from the trajectories alone by "
-            f"{self.alone:.2g} nats, and do not move when another segment is replaced"
+            f"segments are isolated: they differ from the trajectories alone by {self.alone:.2g} nats, and do not "
+            "move when another segment is replaced"
         )
 
 
-def measure_isolation(
-    policy: Isolated, *, layout: Layout, tolerance: float | None = None, seed: int = 0
-) -> Isolation:
-    """Runs the probe; the model, its gradients and the random state are left as they were.
+def measure_isolation(policy: Isolated, *, layout: Layout, tolerance: float | None = None, seed: int = 0) -> Isolation:
+    """Runs the probe, within `probing_mode`; no parameter gets a gradient.
 
     Args:
         policy: The policy, set to the layout and the attention in question.
@@ -107,24 +108,62 @@ def measure_isolation(
     Returns:
         What was measured.
     """
-    device = _device(policy.model)
-    trajectories, changed = _random_trajectories(policy, seed)
-    batch, changed_batch = (collate(t, layout=layout).to(device) for t in (trajectories, changed))
-    others = batch.scored_segments != _CHANGED
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        together = _run(policy, batch, others)
-        replaced = _run(policy, changed_batch, others)
-        alone = [_run_alone(policy, trajectory, device) for trajectory in trajectories]
-    allowed = _tolerance(policy.model, device) if tolerance is None else tolerance
-    largest = max(float(run.gradient.abs().max()) for run in alone) if together.gradient.numel() else 0.0
+    device = device_of(policy.model)
+    allowed = rounding(policy.model, device) if tolerance is None else tolerance
+    probe = make_probe(policy, layout, seed=seed, device=device)
+    others = probe.batch.scored_segments != CHANGED
+    together = _run(policy, probe.batch, others)
+    replaced = _run(policy, probe.changed, others).log_probs
+    later = _run(policy, probe.future, others).log_probs
+    padded = _run(policy, probe.padded, others).log_probs
+    runs = [_run_alone(policy, batch) for batch in probe.alone]
+    alone = torch.cat([run.log_probs for run in runs])
+    largest = max((float(run.gradient.abs().max()) for run in runs if run.gradient.numel()), default=0.0)
     result = Isolation(
-        changed=_distance(together.log_probs[others], replaced.log_probs[others]),
-        gradient=_leaked_gradient(together, batch, largest),
-        alone=_distance(together.log_probs, torch.cat([run.log_probs for run in alone])),
+        changed=_distance(together.log_probs[others], replaced[others]),
+        gradient=_leaked_gradient(together, probe.batch, largest),
+        future=_distance(together.log_probs[probe.early], later[probe.early]),
+        alone=_distance(together.log_probs, alone),
+        padded=_distance(padded, alone),
         tolerance=allowed,
-        layout=layout,
     )
-    return result if result.ok else _with_module(result, policy, batch, changed_batch, trajectories)
+    return result if result.ok else replace(result, module=_culprit(result, policy, probe))
+
+
+@contextmanager
+def probing_mode(policy: Any) -> Iterator[None]:
+    """Within it, the model is in training mode where that is deterministic, else in evaluation mode, with a warning.
+
+    What is probed should be what is trained, and the fast paths of some layers depend on the mode. Flags and random
+    state are restored.
+
+    Args:
+        policy: The policy to be probed, set to padded rows.
+    """
+    flags = {module: module.training for module in policy.modules()}
+    device = device_of(policy.model)
+    with torch.inference_mode(False), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        try:
+            policy.train()
+            random = _random_module(policy)
+            if random is not None:
+                rank_zero_warn(
+                    f"the model is random in training mode, although dropout is off: {random} gives two results for "
+                    "one input, so the ratio of two passes is noise; look for jitter or sampling in its configuration"
+                )
+                policy.eval()
+            yield
+        finally:
+            for module, flag in flags.items():
+                module.training = flag
+
+
+def _random_module(policy: Any) -> str | None:
+    """The first module that does not repeat itself on one row of one segment."""
+    batch = make_probe(policy, "padded", seed=0, device=device_of(policy.model)).alone[CHANGED]
+    positions = list(range(batch.num_tokens))
+    with torch.no_grad():
+        return first_changed_module(policy, policy.model, (batch, positions), (batch, positions))
 
 
 @dataclass(frozen=True)
@@ -145,10 +184,9 @@ def _run(policy: Isolated, batch: PackedBatch, counted: Tensor) -> _Run:
     return _Run(log_probs.detach(), gradient.detach().flatten(0, -2))
 
 
-def _run_alone(policy: Isolated, trajectory: Trajectory, device: torch.device) -> _Run:
-    batch = collate([trajectory], layout="padded").to(device)
+def _run_alone(policy: Isolated, batch: PackedBatch) -> _Run:
     with policy.reference_attention():
-        return _run(policy, batch, torch.ones(batch.num_scored, dtype=torch.bool, device=device))
+        return _run(policy, batch, torch.ones(batch.num_scored, dtype=torch.bool, device=batch.input_ids.device))
 
 
 @contextmanager
@@ -160,7 +198,7 @@ def _captured_embeddings(embedding: nn.Module | None, captured: list[Tensor]) ->
 
     def capture(_module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
         captured.append(output.detach().requires_grad_())
-        return captured[-1]
+        return captured[-1].clone()  # Some models scale their embeddings in place, which a leaf does not allow.
 
     handle = embedding.register_forward_hook(capture)
     try:
@@ -173,64 +211,31 @@ def _leaked_gradient(run: _Run, batch: PackedBatch, scale: float) -> float:
     """Gradient at the replaced segment's tokens, which no counted log-probability may depend on."""
     if run.gradient.numel() == 0 or scale == 0.0:
         return 0.0
-    start, length = (int(x[_CHANGED]) for x in (batch.segment_starts, batch.segment_lengths))
+    start, length = (int(x[CHANGED]) for x in (batch.segment_starts, batch.segment_lengths))
     return float(run.gradient[start : start + length].abs().max()) / scale
 
 
-def _with_module(
-    result: Isolation, policy: Isolated, batch: PackedBatch, changed: PackedBatch, trajectories: list[Trajectory]
-) -> Isolation:
-    """Runs the probe once more, looking into the model."""
+def _culprit(result: Isolation, policy: Isolated, probe: Probe) -> str | None:
+    """Runs the two batches that disagree once more, looking into the model."""
+    batch, segments = probe.batch, range(len(LENGTHS))
+    last = len(LENGTHS) - 1
     if result.leaks:
-        positions = _positions(batch, [i for i in range(len(trajectories)) if i != _CHANGED])
-        runs = ((batch, positions), (changed, positions))
+        others = [segment for segment in segments if segment != CHANGED]
+        first, second = (batch, positions_of(batch, others)), (probe.changed, positions_of(batch, others))
+    elif not result.is_causal:
+        early = [p for s in segments for p in positions_of(batch, [s])[:-1]]
+        first, second = (batch, early), (probe.future, early)
+    elif result.alone > result.tolerance:
+        first, second = (batch, positions_of(batch, [last])), (probe.alone[last], positions_of(probe.alone[last], [0]))
     else:
-        device = batch.input_ids.device
-        index = len(trajectories) - 1
-        alone = collate([trajectories[index]], layout="padded").to(device)
-        runs = ((batch, _positions(batch, [index])), (alone, _positions(alone, [0])))
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        module = first_changed_module(policy, policy.model, *runs)
-    return Isolation(result.changed, result.gradient, result.alone, result.tolerance, module, result.layout)
+        first = (probe.padded, positions_of(probe.padded, [last]))
+        second = (probe.alone[last], positions_of(probe.alone[last], [0]))
+    with torch.no_grad():
+        return first_changed_module(policy, policy.model, first, second)
 
 
-def _positions(batch: PackedBatch, segments: list[int]) -> Tensor:
-    starts, lengths = batch.segment_starts.tolist(), batch.segment_lengths.tolist()
-    return torch.tensor([p for s in segments for p in range(starts[s], starts[s] + lengths[s])])
-
-
-def _random_trajectories(policy: Isolated, seed: int) -> tuple[list[Trajectory], list[Trajectory]]:
-    """Random tokens, and the same with every token of one segment replaced by another one."""
-    generator = torch.Generator().manual_seed(seed)
-    vocabulary = _vocabulary(policy)
-    lengths = list(_LENGTHS)
-    sizes = {size for parameter in policy.model.parameters() for size in parameter.shape}
-    while sum(lengths) in sizes:  # A row as long as a feature is wide could not be told from it.
-        lengths[_CHANGED] += 1
-    ids = [torch.randint(vocabulary, (length,), generator=generator) for length in lengths]
-    trajectories = [_trajectory(x) for x in ids]
-    shift = torch.randint(1, vocabulary, (lengths[_CHANGED],), generator=generator)
-    changed = trajectories.copy()
-    changed[_CHANGED] = _trajectory((ids[_CHANGED] + shift) % vocabulary)
-    return trajectories, changed
-
-
-def _trajectory(ids: Tensor) -> Trajectory:
-    return Trajectory(ids, torch.ones(len(ids), dtype=torch.bool), 0.0)
-
-
-def _vocabulary(policy: Isolated) -> int:
-    embedding = policy.embedding()
-    size = getattr(embedding, "num_embeddings", None) or getattr(getattr(policy.model, "config", None), "vocab_size", 2)
-    return max(2, int(size))
-
-
-def _device(model: nn.Module) -> torch.device:
-    return next((p.device for p in model.parameters()), torch.device("cpu"))
-
-
-def _tolerance(model: nn.Module, device: torch.device) -> float:
-    """By the least precise number in the computation: a parameter's, or autocast's."""
+def rounding(model: nn.Module, device: torch.device) -> float:
+    """Nats that rounding explains, by the least precise number in the computation: a parameter's, or autocast's."""
     used = {parameter.dtype for parameter in model.parameters()} & _TOLERANCE.keys()
     if torch.is_autocast_enabled(device.type):
         used.add(torch.get_autocast_dtype(device.type))

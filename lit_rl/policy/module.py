@@ -179,6 +179,7 @@ class PolicyModule(LightningModule):
     def on_fit_start(self) -> None:
         strategies.check_strategy(self.trainer)
         self._prepare_policy()
+        self._policy().train()  # a loaded model is in evaluation mode, where activation checkpointing is off
 
     @override
     def on_validation_start(self) -> None:
@@ -223,18 +224,24 @@ class PolicyModule(LightningModule):
     def on_train_epoch_start(self) -> None:
         statistics = getattr(getattr(self.trainer, "datamodule", None), "rollout_statistics", None)
         if statistics:
-            self.log_dict(with_prefix("rollout", statistics), on_step=False, on_epoch=True, batch_size=1)
+            self.log_dict(
+                with_prefix("rollout", statistics), on_step=False, on_epoch=True, batch_size=1, sync_dist=True
+            )
 
     @override
     def validation_step(self, batch: PackedBatch | EvaluationRequest, batch_idx: int) -> None:
         if isinstance(batch, EvaluationRequest):
             trajectories = batch.collect(self)
-            self.log_dict(with_prefix("val", reward_statistics(trajectories)), on_epoch=True, batch_size=1)
+            self.log_dict(
+                with_prefix("val", reward_statistics(trajectories)), on_epoch=True, batch_size=1, sync_dist=True
+            )
             return
         log_probs = self._policy()(batch).log_probs
         sums = torch.stack([-log_probs.double().sum(), log_probs.new_tensor(log_probs.numel(), dtype=torch.float64)])
         nats, tokens = strategies.sum_over_ranks(self.trainer, sums).tolist()
-        self.log("val/nats_per_token", nats / max(tokens, 1.0), on_epoch=True, batch_size=max(int(tokens), 1))
+        self.log(
+            "val/nats_per_token", nats / max(tokens, 1.0), on_epoch=True, batch_size=max(int(tokens), 1), sync_dist=True
+        )
 
     @override
     def predict_step(self, batch: EvaluationRequest, batch_idx: int) -> list[Trajectory]:

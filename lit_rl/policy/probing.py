@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,14 +14,14 @@ _Seen = tuple[list[Tensor], list[Tensor]]  # what went in, what came out, at the
 
 
 def first_changed_module(
-    run: Callable[[Any], Any], model: nn.Module, first: tuple[Any, Tensor], second: tuple[Any, Tensor]
+    run: Callable[[Any], Any], model: nn.Module, first: tuple[Any, list[int]], second: tuple[Any, list[int]]
 ) -> str | None:
     """Runs two batches and names the first module that turns equal inputs into different outputs.
 
     Args:
         run: Runs the model on a batch.
         model: The model whose modules are watched.
-        first: A batch with `input_ids` [rows, width], and the flat positions [n] to look at.
+        first: A batch with `input_ids` [rows, width], and the n flat positions to look at.
         second: The same for the other run, with as many positions.
 
     Returns:
@@ -30,7 +29,7 @@ def first_changed_module(
         output changed; `None` when none did.
     """
     names = {module: name for name, module in model.named_modules()}
-    before, after = (_watch(run, model, batch, positions.tolist()) for batch, positions in (first, second))
+    before, after = (_watch(run, model, batch, positions) for batch, positions in (first, second))
     changed = [key for key in before if key in after and _differ(before[key][1], after[key][1])]
     culprits = [key for key in changed if not _differ(before[key][0], after[key][0])]
     if not changed:
@@ -44,25 +43,25 @@ def _watch(
 ) -> dict[tuple[nn.Module, int], _Seen]:
     """Inputs and outputs by module and number of the call, in the order in which the calls returned."""
     seen: dict[tuple[nn.Module, int], _Seen] = {}
+    entered: list[list[Tensor]] = []
     shape = tuple(batch.input_ids.shape)
 
-    def watch(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
+    # Inputs are copied on the way in: some modules change them in place.
+    def enter(_module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        entered.append(_select([inputs, named], shape, positions))
+
+    def leave(module: nn.Module, _inputs: Any, output: Any) -> None:
         call = sum(1 for key in seen if key[0] is module)
-        seen[module, call] = (_select([inputs, named], shape, positions), _select(output, shape, positions))
+        seen[module, call] = (entered.pop(), _select(output, shape, positions))
 
-    with _hooks(model, watch):
-        run(batch)
-    return seen
-
-
-@contextmanager
-def _hooks(model: nn.Module, function: Callable[..., None]) -> Iterator[None]:
-    handles = [module.register_forward_hook(function, with_kwargs=True) for module in model.modules()]
+    handles = [module.register_forward_pre_hook(enter, with_kwargs=True) for module in model.modules()]
+    handles += [module.register_forward_hook(leave) for module in model.modules()]
     try:
-        yield
+        run(batch)
     finally:
         for handle in handles:
             handle.remove()
+    return seen
 
 
 def _select(values: Any, shape: tuple[int, ...], positions: list[int]) -> list[Tensor]:
@@ -95,3 +94,24 @@ def _differs(a: Tensor, b: Tensor) -> bool:
         return not torch.equal(a, b)
     difference = (a - b).abs()
     return not bool((difference <= _RELATIVE[a.dtype] * a.abs().max()).all())
+
+
+def raising_module(error: BaseException, model: nn.Module) -> str | None:
+    """Names the innermost module of a model in whose method an error was raised.
+
+    Args:
+        error: The error, as it was caught.
+        model: The model that was running.
+
+    Returns:
+        Name and type as in `first_changed_module`, or `None` when no module of the model was running.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    found: str | None = None
+    trace = error.__traceback__
+    while trace is not None:
+        module = trace.tb_frame.f_locals.get("self")
+        if isinstance(module, nn.Module) and module in names:
+            found = f"`{names[module] or 'the model'}` ({type(module).__name__})"
+        trace = trace.tb_next
+    return found

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-
-if TYPE_CHECKING:
-    from lit_rl.policy.causal_lm import CausalLMPolicy
-
-# transformers 5 renamed the argument and the output; models of either generation are spoken to in their own words.
-_CACHE_ARGUMENTS = ("cache", "past_key_values")
 
 
 class Decoder(Protocol):
@@ -32,37 +27,22 @@ class Decoder(Protocol):
         ...
 
 
-def make_decoder(policy: CausalLMPolicy) -> Decoder:
-    """Chooses how to decode with a policy.
-
-    Args:
-        policy: The policy; a transformers model with a cache decodes with it, every other network without.
-
-    Returns:
-        A decoder for one batch of prompts.
-    """
-    backbone = transformers_backbone(policy.model)
-    if backbone is None:
-        return PrefixDecoder(policy.model)
-    accepted = inspect.signature(backbone.forward).parameters
-    cache_argument = next((name for name in _CACHE_ARGUMENTS if name in accepted), None)
-    if cache_argument is None or "attention_mask" not in accepted:
-        return PrefixDecoder(backbone)
-    return CachedDecoder(backbone, cache_argument, with_positions="position_ids" in accepted)
-
-
 class CachedDecoder:
     """Decodes with the model's own attention and key-value cache.
 
     Prompts are padded on the left, so that all rows grow at the same column; equal prompts (the attempts of one
     group) are read once and their cache is copied.
+
+    Args:
+        backbone: The part of a transformers causal LM that computes hidden states.
+        cache_argument: How it calls its cache.
     """
 
-    def __init__(self, backbone: nn.Module, cache_argument: str, *, with_positions: bool) -> None:
+    def __init__(self, backbone: nn.Module, cache_argument: str) -> None:
         self.backbone = backbone
         self.cache_argument = cache_argument
-        self.with_positions = with_positions
-        self.device = device_of(backbone)
+        self.accepted = set(inspect.signature(backbone.forward).parameters)
+        self.device = _device(backbone)
         self.cache: Any = None
 
     def start(self, prompts: Sequence[Sequence[int]], room: int) -> Tensor:
@@ -103,7 +83,7 @@ class CachedDecoder:
         arguments: dict[str, Any] = {"input_ids": ids, "use_cache": True, "return_dict": True}
         # Without padding the plain causal mask is right, and attention kernels have a faster path for it.
         arguments["attention_mask"] = self.mask[:, : self.column] if self.padded else None
-        if self.with_positions:
+        if "position_ids" in self.accepted:
             arguments["position_ids"] = positions
         if self.cache is not None:
             arguments[self.cache_argument] = self.cache
@@ -115,20 +95,29 @@ class CachedDecoder:
 class PrefixDecoder:
     """Decodes without a cache, by running the whole prefix again for every token.
 
-    For the user's own network, `forward(input_ids, position_ids) -> hidden states`. Rows are padded on the right,
-    which a causal network cannot see. The cost per token grows with the length of the prefix.
+    For the user's own network, `forward(input_ids, position_ids) -> hidden states`, and for transformers models
+    without a cache. Rows are padded on the right, which a causal network cannot see. The cost per token grows with
+    the length of the prefix.
+
+    Args:
+        network: Called with ids and positions [B, L], and `segment_ids` if it takes them; a transformers model with
+            those of its arguments that it has.
     """
 
     def __init__(self, network: nn.Module) -> None:
+        from transformers import PreTrainedModel
+
         self.network = network
-        self.device = device_of(network)
+        self.device = _device(network)
+        self.accepted = set(inspect.signature(network.forward).parameters)
+        self.is_transformers = isinstance(network, PreTrainedModel)
 
     def start(self, prompts: Sequence[Sequence[int]], room: int) -> Tensor:
         """Reads the prompts; see `Decoder.start`."""
-        width = max(map(len, prompts)) + room
-        self.ids = torch.tensor([list(prompt) + [0] * (width - len(prompt)) for prompt in prompts], device=self.device)
+        self.width = max(map(len, prompts))
+        space = self.width + room
+        self.ids = torch.tensor([[*prompt, *[0] * (space - len(prompt))] for prompt in prompts], device=self.device)
         self.lengths = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
-        self.width = width - room
         return self._forward()
 
     def advance(self, token_ids: Tensor) -> Tensor:
@@ -142,11 +131,65 @@ class PrefixDecoder:
         """Drops rows; see `Decoder.keep`."""
         self.ids = self.ids.index_select(0, rows)
         self.lengths = self.lengths.index_select(0, rows)
+        self.width = int(self.lengths.max())
 
     def _forward(self) -> Tensor:
         ids = self.ids[:, : self.width]
         positions = torch.arange(self.width, device=self.device).expand_as(ids)
-        output = self.network(input_ids=ids, position_ids=positions)
-        hidden = output if isinstance(output, Tensor) else output.last_hidden_state
+        options: dict[str, Any] = {"use_cache": False}
+        options["segment_ids"] = torch.where(positions < self.lengths[:, None], 0, -1)
+        options = {name: value for name, value in options.items() if name in self.accepted}
+        if self.is_transformers and "position_ids" not in self.accepted:
+            output = self.network(ids, **options)
+        elif self.is_transformers:
+            output = self.network(ids, position_ids=positions, **options)
+        else:
+            output = self.network(ids, positions, **options)
+        hidden = getattr(output, "last_hidden_state", output)
         last = (self.lengths - 1)[:, None, None].expand(-1, 1, hidden.shape[-1])
         return hidden.gather(1, last).squeeze(1)
+
+
+@contextmanager
+def generation_mode(policy: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients; not inference mode, whose tensors could not enter autograd later."""
+    modes = [(module, module.training) for module in policy.modules()]
+    policy.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def model_end_ids(model: nn.Module) -> list[int]:
+    """The end tokens that a model's generation configuration, or else its configuration, names.
+
+    Args:
+        model: A transformers causal LM.
+
+    Returns:
+        At least one id.
+
+    Raises:
+        ValueError: There is none.
+    """
+    configurations = (getattr(model, name, None) for name in ("generation_config", "config"))
+    found = (getattr(configuration, "eos_token_id", None) for configuration in configurations)
+    end_ids = next((ids for ids in found if ids is not None), None)
+    if end_ids is None:
+        raise ValueError(
+            "the model's configuration names no end token (`eos_token_id`); pass `end_ids=(...)`, or `end_ids=()` if "
+            "only `max_new_tokens` ends an action"
+        )
+    return [end_ids] if isinstance(end_ids, int) else list(end_ids)
+
+
+def model_context(model: nn.Module) -> int | None:
+    """The longest sequence a model says it can read, if it does."""
+    return getattr(getattr(model, "config", None), "max_position_embeddings", None)
+
+
+def _device(network: nn.Module) -> torch.device:
+    return next(network.parameters()).device

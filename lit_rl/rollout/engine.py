@@ -18,17 +18,18 @@ top-k, top-p or penalties, which change the distribution that is sampled but not
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from lit_rl.rollout.decoding import make_decoder
+from lit_rl.rollout.decoding import generation_mode, model_context
+from lit_rl.rollout.decoding_choice import choose_decoding, make_decoder, vocabulary_of
 from lit_rl.rollout.sampling import sample_tokens, uniforms
+from lit_rl.rollout.validation import check_end_ids, check_temperature
 
 if TYPE_CHECKING:
     from lit_rl.policy.causal_lm import CausalLMPolicy
@@ -98,8 +99,8 @@ class TransformersEngine:
 
     Example:
         >>> from lit_rl.policy.causal_lm import CausalLMPolicy
-        >>> from lit_rl.testing import tiny_model
-        >>> engine = TransformersEngine(CausalLMPolicy(tiny_model()), end_ids=[2])
+        >>> from lit_rl.testing import tiny_policy_model
+        >>> engine = TransformersEngine(CausalLMPolicy(tiny_policy_model()), end_ids=[2])
         >>> first, again = engine.generate([[1, 5], [1, 5]], max_new_tokens=4, temperature=1.0, seeds=[7, 7])
         >>> first == again
         True
@@ -129,25 +130,39 @@ class TransformersEngine:
         """
         check_temperature(temperature)
         limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
-        _check_prompts(prompts, limits, seeds, _vocabulary(self.policy))
-        # Prompts of similar length together: less padding.
-        order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
-        size = self.batch_size or max(len(order), 1)
+        _check_prompts(prompts, limits, seeds, vocabulary_of(self.policy))
         completions: dict[int, Completion] = {}
-        with _generation_mode(self.policy):
-            for start in range(0, len(order), size):
-                batch = order[start : start + size]
+        with generation_mode(self.policy):
+            for batch in self._batches([len(prompt) for prompt in prompts], limits):
                 rows = self._generate_batch(
                     [prompts[i] for i in batch], [limits[i] for i in batch], temperature, [seeds[i] for i in batch]
                 )
                 completions.update(zip(batch, rows, strict=True))
         return [completions[index] for index in range(len(prompts))]
 
+    def _batches(self, lengths: list[int], limits: list[int]) -> Iterator[list[int]]:
+        """Prompts of similar length together, which saves padding; of equal length where the model needs that."""
+        order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+        separate = choose_decoding(self.policy) == "equal_lengths"
+        context = model_context(self.policy.model) or sys.maxsize
+        batch: list[int] = []
+        for index in order:
+            length, limit = lengths[index], limits[index]
+            widest = length if not batch else lengths[batch[0]]
+            # Some models index a table by column, and left padding moves a short prompt to the right.
+            too_wide = widest + limit > context >= length + limit
+            if batch and (len(batch) == self.batch_size or too_wide or (separate and length != widest)):
+                yield batch
+                batch = []
+            batch.append(index)
+        if batch:
+            yield batch
+
     def _generate_batch(
         self, prompts: list[Sequence[int]], limits: list[int], temperature: float, seeds: list[int]
     ) -> list[Completion]:
         longest = max(limits)
-        decoder = make_decoder(self.policy)
+        decoder = make_decoder(self.policy, choose_decoding(self.policy))
         hidden = decoder.start(prompts, longest)
         device = hidden.device
         uniform = uniforms(seeds, longest).to(device)
@@ -204,80 +219,6 @@ class _Record:
         ]
 
 
-@contextmanager
-def _generation_mode(policy: CausalLMPolicy) -> Iterator[None]:
-    """Evaluation mode without gradients; not inference mode, whose tensors could not enter autograd later."""
-    modes = [(module, module.training) for module in policy.modules()]
-    policy.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module, training in modes:
-            module.training = training
-
-
-def check_temperature(temperature: Any) -> float:
-    """Refuses temperatures that cannot be sampled at.
-
-    Args:
-        temperature: A finite number greater than 0.
-
-    Returns:
-        The temperature.
-
-    Raises:
-        TypeError: It is not a number.
-        ValueError: It is out of range.
-
-    Example:
-        >>> check_temperature(0)
-        Traceback (most recent call last):
-        ...
-        ValueError: `temperature` must be finite and greater than 0, got 0; for nearly greedy sampling use 0.01
-    """
-    if isinstance(temperature, bool) or not isinstance(temperature, (int, float)):
-        raise TypeError(f"`temperature` must be a number, got {temperature!r}")
-    if not (math.isfinite(temperature) and temperature > 0):
-        raise ValueError(
-            f"`temperature` must be finite and greater than 0, got {temperature}; for nearly greedy sampling use 0.01"
-        )
-    return float(temperature)
-
-
-def check_end_ids(end_ids: Any) -> tuple[int, ...]:
-    """Refuses end tokens that are not ids.
-
-    Args:
-        end_ids: Integers of at least 0, any number of them.
-
-    Returns:
-        The ids, sorted, each once.
-
-    Raises:
-        TypeError: It is not a collection of integers.
-        ValueError: An id is negative.
-
-    Example:
-        >>> check_end_ids({9, 8})
-        (8, 9)
-    """
-    if isinstance(end_ids, (str, bytes)) or not isinstance(end_ids, Collection):
-        raise TypeError(f"`end_ids` must be a collection of token ids such as (2,), got {end_ids!r}")
-    for end_id in end_ids:
-        if not isinstance(end_id, int) or isinstance(end_id, bool):
-            raise TypeError(f"`end_ids` must hold integers, got {end_id!r}; look the id up in the tokenizer")
-        if end_id < 0:
-            raise ValueError(f"`end_ids` holds {end_id}; ids are at least 0")
-    return tuple(sorted(set(end_ids)))
-
-
-def _vocabulary(policy: CausalLMPolicy) -> int | None:
-    """How many ids the model can read, where it says so."""
-    embeddings = getattr(policy.model, "get_input_embeddings", None)
-    return getattr(embeddings(), "num_embeddings", None) if callable(embeddings) else None
-
-
 def _check_prompts(
     prompts: Sequence[Sequence[int]], limits: list[int], seeds: Sequence[int], vocabulary: int | None
 ) -> None:
@@ -291,8 +232,5 @@ def _check_prompts(
         if limit < 1:
             raise ValueError(f"`max_new_tokens` of prompt {index} is {limit}; expected at least 1")
         if min(prompt) < 0 or (vocabulary is not None and max(prompt) >= vocabulary):
-            raise ValueError(f"prompt {index} holds id {_outside(prompt, vocabulary)}; the model reads 0..{vocabulary}-1")
-
-
-def _outside(prompt: Sequence[int], vocabulary: int | None) -> int:
-    return min(prompt) if min(prompt) < 0 or vocabulary is None else max(prompt)
+            outside = min(prompt) if min(prompt) < 0 else max(prompt)
+            raise ValueError(f"prompt {index} holds the id {outside}; expected 0 to {(vocabulary or 1 << 63) - 1}")

@@ -139,9 +139,7 @@ class SingleTurn:
     def _decode(self, answer: list[int]) -> Any:
         return answer if self.tokenizer is None else self.tokenizer.decode(answer, skip_special_tokens=True)
 
-    def _score(
-        self, environments: Sequence[_Answer], answers: Sequence[list[int]], texts: Sequence[Any]
-    ) -> list[Turn]:
+    def _score(self, environments: Sequence[_Answer], answers: Sequence[list[int]], texts: Sequence[Any]) -> list[Turn]:
         columns = self._columns(environments, answers, texts)
         parts = {name: _call(name, function, columns, len(answers)) for name, function in self.rewards.items()}
         return [
@@ -249,11 +247,9 @@ def _number(name: str, value: Any) -> float | None:
 
 
 def _is_ids(prompt: Any) -> bool:
-    return not isinstance(prompt, (str, Mapping)) and len(prompt) > 0 and all(_is_integer(item) for item in prompt)
-
-
-def _is_integer(item: Any) -> bool:
-    return hasattr(item, "__index__") and not isinstance(item, bool)
+    if isinstance(prompt, (str, Mapping)) or not hasattr(prompt, "__len__") or len(prompt) == 0:
+        return False
+    return all(hasattr(item, "__index__") and not isinstance(item, bool) for item in prompt)
 
 
 def _is_messages(prompt: Any) -> bool:

@@ -81,5 +81,6 @@ def sample_tokens(logits: Tensor, temperature: float, uniform: Tensor) -> tuple[
     total = cumulative[:, -1:]
     # Rounding may lift `uniform * total` to the total itself, which no entry exceeds.
     target = torch.minimum(uniform[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
-    ids = torch.searchsorted(cumulative, target, right=True)
+    # Clamped for NaN only, which the caller reports: an index out of range would end the process on a GPU.
+    ids = torch.searchsorted(cumulative, target, right=True).clamp(max=logits.shape[-1] - 1)
     return ids.squeeze(-1), log_probs.gather(-1, ids).squeeze(-1)

@@ -37,14 +37,17 @@ class Assumptions:
         train_mfu: Utilization of the update.
         trained_share: Share of the tokens that the scoring passes and the update see; 1 less the share of
             zero-advantage trajectories where those are dropped.
-        weight_sync_seconds: Seconds per iteration in which GPUs wait for new weights to reach the engine.
-        gpus: GPUs that wait during weight sync.
+        weight_sync_seconds: Seconds per iteration in which all GPUs wait, for new weights to reach the engine and
+            for whatever else is neither rollout nor update.
+        gpus: GPUs of the run.
         cache_scale: Size of the KV cache relative to the model's own at `cache_bits`.
         cache_bits: Bits per cached value.
         weight_bits: Bits per weight while decoding.
         parameters: Parameters to assume in first-order counting instead of the counted ones.
-        rollout_tokens_per_second: Measured tokens per second and GPU of the whole rollout; replaces the decode
-            roofline, the busy fraction and prefill.
+        rollout_rate: Measured tokens per second and GPU of the whole rollout, prompts and tool results included;
+            replaces the decode roofline, the busy fraction and prefill.
+        scoring_rate: Measured tokens per second and GPU of a scoring pass; replaces `scoring_mfu`.
+        update_rate: Measured tokens per second and GPU of the update; replaces `train_mfu`.
     """
 
     tasks: int = 64
@@ -69,7 +72,9 @@ class Assumptions:
     cache_bits: float = 16
     weight_bits: float = 16
     parameters: float | None = None
-    rollout_tokens_per_second: float | None = None
+    rollout_rate: float | None = None
+    scoring_rate: float | None = None
+    update_rate: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("policy_share", "busy_fraction", "prefill_mfu", "scoring_mfu", "train_mfu"):
@@ -99,8 +104,9 @@ class Assumptions:
         """Mean cache of a decoding sequence: as given, or sum n^2 / (2 sum n), for actions spread evenly."""
         if self.context is not None:
             return self.context
-        lengths = self.lengths or [self.tokens]
-        return max(1, round(sum(n * n for n in lengths) / (2 * sum(lengths))))
+        if self.lengths is None:
+            return max(1, round(self.tokens / 2))
+        return max(1, round(sum(n * n for n in self.lengths) / (2 * sum(self.lengths))))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,15 +206,16 @@ def step_gpu_hours(
     read = max(0.0, tokens - sampled)
     if plan.share_prefix:
         read = max(0.0, read - plan.tasks * (plan.group - 1) * plan.prompt_tokens)
+    trained = tokens * plan.trained_share
+    # A measured rate stands for everything that its phase was assumed to be made of.
+    decode = sampled / rate / plan.busy_fraction if plan.rollout_rate is None else tokens / plan.rollout_rate
     seconds = {
-        "decode": sampled / rate / plan.busy_fraction,
-        "prefill": read * without_head / plan.prefill_mfu,
-        "scoring": plan.trained_share * plan.scoring_passes * tokens * forward / plan.scoring_mfu,
-        "update": plan.trained_share * plan.update_passes * tokens * 3 * forward / plan.train_mfu,
+        "decode": decode,
+        "prefill": read * without_head / plan.prefill_mfu if plan.rollout_rate is None else 0.0,
+        "scoring": plan.scoring_passes * trained / (plan.scoring_rate or plan.scoring_mfu / forward),
+        "update": plan.update_passes * trained / (plan.update_rate or plan.train_mfu / (3 * forward)),
         "weight_sync": plan.weight_sync_seconds * plan.gpus,
     }
-    if plan.rollout_tokens_per_second is not None:
-        seconds |= {"decode": tokens / plan.rollout_tokens_per_second, "prefill": 0.0}
     hours = {phase: value / 3600 for phase, value in seconds.items()}
     return StepHours(**hours, assumptions=plan, counting=counting, decode_tokens_per_second=rate)
 

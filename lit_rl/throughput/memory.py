@@ -79,7 +79,8 @@ def logits_bytes(
         Bytes; with chunks, the bf16 gradient of the head's weight is held beside them.
 
     Example:
-        >>> [round(logits_bytes(151_936, 1024, 16_384, head=head) / 1e9, 1) for head in ("full", "chunked", "recomputed")]
+        >>> heads = ("full", "chunked", "recomputed")
+        >>> [round(logits_bytes(151_936, 1024, 16_384, head=head) / 1e9, 1) for head in heads]
         [29.9, 11.2, 2.2]
     """
     chunk = min(chunk_tokens, tokens)
@@ -165,7 +166,9 @@ def memory_breakdown(
         ('logits', 59.7)
     """
     if tokens < 1 or shards < 1 or not 0 <= scored_share <= 1:
-        raise ValueError(f"need tokens >= 1, shards >= 1, scored_share in [0, 1]; got {tokens}, {shards}, {scored_share}")
+        raise ValueError(
+            f"need tokens >= 1, shards >= 1, scored_share in [0, 1]; got {tokens}, {shards}, {scored_share}"
+        )
     weight_bytes, gradient_bytes, moment_bytes = _STATE_BYTES[precision]
     compute_bytes = 4 if precision == "32-true" else 2
     trained = shape.parameters if trainable_weights is None else trainable_weights
@@ -183,8 +186,8 @@ def memory_breakdown(
         logits=logits_bytes(shape.vocabulary, shape.hidden, scored, head=head, chunk_tokens=chunk_tokens),
         cache=cached_tokens * float(shape.cache_bytes_per_token()),
         assumptions=(
-            f"precision {precision}: {weight_bytes} bytes per weight, {gradient_bytes} per gradient, {moment_bytes} for "
-            f"AdamW, over {shards} GPUs",
+            f"precision {precision}: {weight_bytes} bytes per weight, {gradient_bytes} per gradient, {moment_bytes} "
+            f"for AdamW, over {shards} GPUs",
             f"activations: checkpointing {checkpointing}"
             + (f", {kept_widths:g} model widths kept per layer" if checkpointing == "selective" else ""),
             f"head: {head}, {scored:,} scored tokens" + ("" if head == "full" else f", chunks of {chunk_tokens:,}"),

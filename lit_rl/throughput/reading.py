@@ -48,7 +48,7 @@ def shape_from_config(config: Any | Mapping[str, Any] | str | Path) -> ModelShap
     import torch
     from transformers import AutoModelForCausalLM
 
-    config, name = _resolve(config)
+    config, name = resolve_config(config)
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
@@ -61,8 +61,8 @@ def shape_from_config(config: Any | Mapping[str, Any] | str | Path) -> ModelShap
     return replace(shape_from_module(model), name=name)
 
 
-def _resolve(config: Any) -> tuple[Any, str]:
-    """The transformers config behind whatever was given, and a name for tables."""
+def resolve_config(config: Any) -> tuple[Any, str]:
+    """The transformers config behind whatever was given, and a name for tables; see `shape_from_config`."""
     from transformers import AutoConfig
 
     name = ""
@@ -179,9 +179,8 @@ def _layer_shape(layer: nn.Module, config: Any, index: int) -> LayerShape:
             counts[f"{part}_fan"] += fan
     routed = _experts_per_token(config) if counts["expert_weights"] else 0
     counts["feed_forward_fan"] += routed * counts.pop("expert_fan", 0)
-    return LayerShape(
-        experts=experts if routed else 0, experts_per_token=routed, **counts, **_geometry(layer, config, index)
-    )
+    fields: dict[str, Any] = {**counts, **_geometry(layer, config, index)}
+    return LayerShape(experts=experts if routed else 0, experts_per_token=routed, **fields)
 
 
 def _one_expert(parts: list[str], weight: Tensor, experts: int) -> int:

@@ -1,0 +1,219 @@
+"""`lit-rl budget`: measure the memory of a few microbatches on this device, and recommend `max_tokens`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from dataclasses import asdict
+from typing import Any
+
+from lit_rl.commands.plan_text import table
+
+DESCRIPTION = """\
+Trains a few microbatches of your model on this device, each in a fresh process, fits
+    peak bytes = a + b x tokens + c x longest segment
+and recommends the largest token budget that leaves a margin. On a CPU the process's own peak is measured."""
+
+EXAMPLES = """\
+examples:
+  lit-rl budget --model ./my-model --context 4096
+  lit-rl budget --model ./my-model --context 32768 --checkpointing --precision bf16-mixed --device cuda
+  lit-rl budget --model qwen3-0.6b --context 512 --limit-gb 16 --check 1536
+"""
+_GIGA = 1e9
+# A straight line through small microbatches is trusted up to this many times the largest of them.
+_FAR = 4
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options of `lit-rl budget`.
+
+    Args:
+        parser: Of the subcommand.
+    """
+    parser.description, parser.epilog = DESCRIPTION, EXAMPLES
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--model", required=True, help="local folder, config.json (random weights), or built-in name")
+    parser.add_argument("--context", type=int, required=True, help="longest trajectory, tokens")
+    parser.add_argument("--tokens", help="microbatch sizes to measure, N,N,... (default: 2, 3 and 4 times the context)")
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    parser.add_argument("--precision", choices=["32-true", "bf16-true", "bf16-mixed"], default="32-true")
+    parser.add_argument("--checkpointing", action="store_true", help="with gradient checkpointing")
+    parser.add_argument("--scored-share", type=float, default=1.0, help="share of tokens that are scored (default 1)")
+    parser.add_argument("--limit-gb", type=float, help="memory to stay within (default: the device's)")
+    parser.add_argument("--margin", type=float, default=0.1, help="share of it to keep free (default %(default)s)")
+    parser.add_argument("--check", type=int, metavar="TOKENS", help="also measure this size and compare with the fit")
+    parser.add_argument("--timeout", type=float, default=1800, help="seconds per measurement (default %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measures, fits, recommends.
+
+    Args:
+        arguments: Parsed options.
+
+    Returns:
+        Exit status.
+
+    Raises:
+        ValueError: Too few measurements came back, or the context does not fit.
+    """
+    from lit_rl.throughput.budget import Measurement, fit_memory, recommend_budget
+
+    _check(arguments)
+    measured: list[Measurement] = []
+    failed: list[dict[str, Any]] = []
+    limit: int | None = None
+    for tokens, longest in measuring_points(arguments.context, arguments.tokens):
+        answer = _probe(arguments, tokens, longest)
+        if isinstance(answer, str):
+            if not measured and not failed and "Error" in answer and "OutOfMemory" not in answer:
+                raise ValueError(f"the first microbatch could not be trained: {answer}")
+            failed.append({"tokens": tokens, "longest": longest, "error": answer})
+            continue
+        limit = answer["limit_bytes"]
+        measured.append(Measurement(tokens=tokens, longest=longest, peak_bytes=answer["peak_bytes"]))
+    if len(measured) < 3:
+        raise ValueError(f"only {len(measured)} of the measurements came back: {failed}; try smaller `--tokens`")
+    limit_bytes = arguments.limit_gb * _GIGA if arguments.limit_gb else limit
+    if limit_bytes is None:
+        raise ValueError("this system does not say how much memory it has; give `--limit-gb`")
+    fit = fit_memory(measured)
+    report: dict[str, Any] = {
+        "measurements": [
+            asdict(point) | {"predicted_bytes": fit.predict(point.tokens, point.longest)} for point in measured
+        ],
+        "failed": failed,
+        "fit": asdict(fit),
+        "check": _compare(arguments, fit) if arguments.check else None,
+        "recommendation": asdict(
+            recommend_budget(fit, context=arguments.context, limit_bytes=limit_bytes, margin=arguments.margin)
+        ),
+    }
+    print(json.dumps(report, indent=2) if arguments.json else _render(report))
+    return 0
+
+
+def measuring_points(context: int, tokens: str | None = None) -> list[tuple[int, int]]:
+    """Microbatches to measure as (tokens, longest): every size with segments of full and of quarter length.
+
+    Example:
+        >>> measuring_points(400)
+        [(800, 400), (800, 100), (1200, 400), (1200, 100), (1600, 400)]
+    """
+    if tokens is None:
+        sizes = [2 * context, 3 * context, 4 * context]
+    else:
+        try:
+            sizes = sorted({int(part) for part in tokens.split(",")})
+        except ValueError:
+            raise ValueError(f"`--tokens` takes whole numbers with commas between them, got {tokens!r}") from None
+    if len(sizes) < 2 or sizes[0] < 1:
+        raise ValueError(f"`--tokens` needs at least two different sizes of at least 1, got {tokens!r}")
+    points = [(size, longest) for size in sizes for longest in (min(size, context), max(1, min(size, context) // 4))]
+    # The largest is measured once: the quarter-length one of the same size says nothing new.
+    return points[:-1]
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    if arguments.context < 4:
+        raise ValueError(f"`--context` must be at least 4 tokens, got {arguments.context}")
+    if not 0 <= arguments.margin < 1:
+        raise ValueError(f"`--margin` must be in [0, 1), got {arguments.margin}")
+    if not 0 < arguments.scored_share <= 1:
+        raise ValueError(f"`--scored-share` must be in (0, 1], got {arguments.scored_share}")
+    from lit_rl.throughput.reading import resolve_config
+
+    resolve_config(arguments.model)
+    if arguments.device == "auto":
+        import torch
+
+        arguments.device = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _probe(arguments: argparse.Namespace, tokens: int, longest: int) -> dict[str, Any] | str:
+    """One measurement in its own process, or why there is none."""
+    probe = {
+        "model": arguments.model,
+        "tokens": tokens,
+        "longest": longest,
+        "device": arguments.device,
+        "precision": arguments.precision,
+        "checkpointing": arguments.checkpointing,
+        "scored_share": arguments.scored_share,
+    }
+    command = [sys.executable, "-m", "lit_rl.commands.budget_probe", json.dumps(probe)]
+    if not arguments.json:
+        print(f"measuring {tokens:,} tokens in segments of {longest:,} ...", flush=True)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=arguments.timeout, check=False)
+    except subprocess.TimeoutExpired:
+        return f"took more than {arguments.timeout:g} s"
+    if done.returncode < 0:
+        return f"ended by signal {-done.returncode}, which is how a system short of memory ends a process"
+    if done.returncode:
+        return done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"exit status {done.returncode}"
+    answer: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return answer
+
+
+def _compare(arguments: argparse.Namespace, fit: Any) -> dict[str, Any]:
+    longest = min(arguments.check, arguments.context)
+    answer = _probe(arguments, arguments.check, longest)
+    if isinstance(answer, str):
+        return {"tokens": arguments.check, "longest": longest, "error": answer}
+    predicted = fit.predict(arguments.check, longest)
+    return {
+        "tokens": arguments.check,
+        "longest": longest,
+        "peak_bytes": answer["peak_bytes"],
+        "predicted_bytes": predicted,
+        "relative_error": predicted / answer["peak_bytes"] - 1,
+    }
+
+
+def _render(report: dict[str, Any]) -> str:
+    rows = [
+        [
+            f"{p['tokens']:,}",
+            f"{p['longest']:,}",
+            f"{p['peak_bytes'] / _GIGA:.3f}",
+            f"{p['predicted_bytes'] / _GIGA:.3f}",
+        ]
+        for p in report["measurements"]
+    ]
+    fit, advice, check = report["fit"], report["recommendation"], report["check"]
+    lines = [
+        "",
+        table(["tokens", "longest", "peak GB", "fit GB"], rows),
+        *(
+            f"  {f['tokens']:,} tokens in segments of {f['longest']:,}: not measured, {f['error']}"
+            for f in report["failed"]
+        ),
+        "",
+        f"peak = {fit['fixed'] / _GIGA:.3f} GB + {fit['per_token'] / 1e3:,.1f} kB x tokens + "
+        f"{fit['per_longest'] / 1e3:,.1f} kB x longest (off by at most {fit['worst_error']:.1%})",
+    ]
+    if check and "error" in check:
+        lines.append(f"check at {check['tokens']:,} tokens: not measured, {check['error']}")
+    elif check:
+        lines.append(
+            f"check at {check['tokens']:,} tokens: predicted {check['predicted_bytes'] / _GIGA:.3f} GB, measured "
+            f"{check['peak_bytes'] / _GIGA:.3f} GB ({check['relative_error']:+.1%})"
+        )
+    lines += [
+        "",
+        f"max_tokens = {advice['max_tokens']:,}: {advice['predicted_bytes'] / _GIGA:.2f} of "
+        f"{advice['limit_bytes'] / _GIGA:.2f} GB, {advice['margin']:.0%} kept free. Paste:",
+        f"  {advice['sentence']}",
+    ]
+    largest = max(point["tokens"] for point in report["measurements"])
+    if advice["max_tokens"] > _FAR * largest:
+        lines.append(
+            f"This is {advice['max_tokens'] / largest:.0f} times the largest microbatch that was measured; measure "
+            "larger ones with `--tokens` before relying on it."
+        )
+    return "\n".join(lines)

@@ -1,0 +1,107 @@
+"""The few short random segments that isolation is measured with, arranged in every way that is compared."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from lit_rl.data.batch import Layout, PackedBatch, collate
+from lit_rl.policy.head import LogProbHead
+from lit_rl.trajectory import Trajectory
+
+LENGTHS = (3, 1, 4, 2)
+CHANGED = 2  # The segment that is replaced: it has neighbours on both sides.
+
+
+class Isolated(Protocol):
+    """What isolation is measured on: a policy."""
+
+    model: nn.Module
+    head: LogProbHead
+
+    def __call__(self, batch: PackedBatch) -> Any:
+        """Returns an object with `log_probs` [M] in nats."""
+
+    def embedding(self) -> nn.Module | None:
+        """The module that turns ids into vectors, if it is known."""
+
+    def reference_attention(self) -> Any:
+        """A context in which the model runs the attention it came with."""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """The same few random segments, arranged in every way that is compared.
+
+    Args:
+        batch: In the layout in question.
+        changed: The same with every token of segment `CHANGED` replaced.
+        future: The same with the last token of every segment replaced.
+        padded: In rows of one, padded on the right.
+        alone: Each segment in a microbatch of its own, without padding.
+        early: bool [M] the scored tokens that are not the last of their segment.
+    """
+
+    batch: PackedBatch
+    changed: PackedBatch
+    future: PackedBatch
+    padded: PackedBatch
+    alone: list[PackedBatch]
+    early: Tensor
+
+
+def positions_of(batch: PackedBatch, segments: list[int]) -> list[int]:
+    """Flat indices of the tokens of some of a batch's segments."""
+    starts, lengths = batch.segment_starts.tolist(), batch.segment_lengths.tolist()
+    return [p for s in segments for p in range(starts[s], starts[s] + lengths[s])]
+
+
+def make_probe(policy: Isolated, layout: Layout, *, seed: int, device: torch.device) -> Probe:
+    """Draws the segments and arranges them.
+
+    Args:
+        policy: The policy they are for: it decides on the vocabulary.
+        layout: How the microbatch in question is laid out.
+        seed: Of the random tokens.
+        device: Where the batches go.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    vocabulary = vocabulary_of(policy)
+    lengths = list(LENGTHS)
+    sizes = {size for parameter in policy.model.parameters() for size in parameter.shape}
+    while sum(lengths) in sizes:  # A row as long as a feature is wide could not be told from it.
+        lengths[CHANGED] += 1
+    ids = [torch.randint(vocabulary, (length,), generator=generator) for length in lengths]
+    # Adding 1 to vocabulary - 1 replaces a token by any other one.
+    shifts = [torch.randint(1, vocabulary, (length,), generator=generator) for length in lengths]
+    last = [(torch.arange(length) == length - 1).long() for length in lengths]
+    same = [_trajectory(x) for x in ids]
+    changed = [_trajectory((x + shifts[i] * (i == CHANGED)) % vocabulary) for i, x in enumerate(ids)]
+    future = [_trajectory((x + shift * end) % vocabulary) for x, shift, end in zip(ids, shifts, last, strict=True)]
+    return Probe(
+        batch=collate(same, layout=layout).to(device),
+        changed=collate(changed, layout=layout).to(device),
+        future=collate(future, layout=layout).to(device),
+        padded=collate(same, layout="padded").to(device),
+        alone=[collate([trajectory], layout="padded").to(device) for trajectory in same],
+        early=torch.cat([end[1:] == 0 for end in last]).to(device),
+    )
+
+
+def _trajectory(ids: Tensor) -> Trajectory:
+    return Trajectory(ids, torch.ones(len(ids), dtype=torch.bool), 0.0)
+
+
+def vocabulary_of(policy: Isolated) -> int:
+    """How many token ids the policy both reads and gives a probability."""
+    config = getattr(policy.model, "config", None)
+    read = getattr(policy.embedding(), "num_embeddings", None) or getattr(config, "vocab_size", None) or 2
+    return max(2, min(int(read), policy.head.vocab_size or int(read)))
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where a model's parameters are."""
+    return next((p.device for p in model.parameters()), torch.device("cpu"))

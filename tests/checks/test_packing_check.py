@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lit_rl import CausalLMPolicy, Trajectory, collate
+from lit_rl.checks.packing import check_packing
+from lit_rl.checks.verdict import Verdict
+from lit_rl.data.batch import PackedBatch
+from lit_rl.policy.attention import attention_name
+from lit_rl.testing import oracle_log_probs, tiny_policy_model
+
+
+class RunningPositions(CausalLMPolicy):
+    """The planted bug: positions count on through the row."""
+
+    def hidden_states(self, batch: PackedBatch) -> Tensor:
+        if batch.layout == "packed":
+            width = batch.input_ids.shape[1]
+            batch = batch.replace(position_ids=torch.arange(width).expand_as(batch.position_ids))
+        return super().hidden_states(batch)
+
+
+class PlainCausalMask(CausalLMPolicy):
+    """The planted bug: positions restart, but every token sees all earlier tokens of the row."""
+
+    def hidden_states(self, batch: PackedBatch) -> Tensor:
+        if batch.layout != "packed":
+            return super().hidden_states(batch)
+        ones = torch.ones_like(batch.input_ids)
+        with self.reference_attention():
+            return self.model.base_model(
+                input_ids=batch.input_ids, position_ids=batch.position_ids, attention_mask=ones, use_cache=False
+            )[0]
+
+
+def moved(policy: CausalLMPolicy, model: nn.Module) -> float:
+    """Nats by which a packed batch is off."""
+    generator = torch.Generator().manual_seed(3)
+    attempts = [Trajectory(torch.randint(32, (n,), generator=generator), [True] * n, 0.0) for n in (7, 5, 9)]
+    expected = torch.cat([oracle_log_probs(model, attempt)[1:] for attempt in attempts])
+    return float((policy(collate(attempts)).log_probs - expected).abs().max().detach())
+
+
+def planted(bug: type[CausalLMPolicy], architecture: str) -> CausalLMPolicy:
+    """A policy that was settled as packed before the bug came in."""
+    model = tiny_policy_model(architecture)
+    policy = bug(model, layout="packed")
+    policy._attention = CausalLMPolicy(model, layout="packed").attention
+    return policy
+
+
+@pytest.mark.parametrize(
+    ("bug", "architecture", "message"),
+    [
+        (RunningPositions, "gpt2", r"do not see each other: their position numbers do not restart.*`transformer\.wpe`"),
+        (RunningPositions, "opt", r"position numbers do not restart.*embed_positions`"),
+        (
+            PlainCausalMask,
+            "gpt2",
+            r"segments see each other.*attention leak.*`transformer\.h\.0\.attn` \(GPT2Attention\)",
+        ),
+        (PlainCausalMask, "qwen3", r"segments see each other.*`model\.layers\.0\.self_attn` \(Qwen3Attention\)"),
+        (PlainCausalMask, "gemma3_text", r"segments see each other.*`model\.layers\.0\.self_attn` \(Gemma3Attention\)"),
+    ],
+)
+def test_planted_bugs_are_caught_and_named(bug: type[CausalLMPolicy], architecture: str, message: str) -> None:
+    policy = planted(bug, architecture)
+    assert moved(policy, policy.model) > 0.1
+    verdict = check_packing(policy)
+    assert not verdict.ok
+    assert verdict.figures["alone_nats"] > 0.1
+    assert (verdict.figures["changed_nats"] > 0.1) == (bug is PlainCausalMask)
+    assert (verdict.figures["gradient_share"] > 0) == (bug is PlainCausalMask)
+    with pytest.raises(AssertionError, match=message):
+        raise AssertionError(verdict.message)
+    # Unsettled, such a policy is never packed.
+    with pytest.raises(ValueError, match=message):
+        bug(tiny_policy_model(architecture), layout="packed").resolve_layout()
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "qwen3", "gemma3_text", "falcon"])
+def test_without_a_bug_nothing_is_found(architecture: str) -> None:
+    policy = CausalLMPolicy(tiny_policy_model(architecture))
+    verdict = check_packing(policy)
+    assert verdict.ok, verdict.message
+    assert verdict.figures["alone_nats"] <= 1e-5
+    assert verdict.figures["gradient_share"] == verdict.figures["changed_nats"] == 0.0
+
+
+def test_padded_policies_are_checked_as_such() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        policy = CausalLMPolicy(tiny_policy_model("mamba"))
+        verdict = check_packing(policy)
+    assert verdict.ok
+    assert "not packed but padded" in verdict.message
+
+
+def test_a_bare_model_is_left_as_it_was() -> None:
+    for architecture, ok in (("gpt2", True), ("mamba", False), ("falcon", True)):
+        model = tiny_policy_model(architecture).train()
+        config, attention, weights = model.config.to_dict(), attention_name(model), copy.deepcopy(model.state_dict())
+        dropouts = [module.p for module in model.modules() if isinstance(module, nn.Dropout)]
+        state = torch.get_rng_state()
+        verdict = check_packing(model)
+        assert verdict.ok == ok
+        assert set(verdict.figures) >= {"changed_nats", "alone_nats", "tolerance_nats"}
+        assert (model.config.to_dict(), attention_name(model)) == (config, attention)
+        assert [module.p for module in model.modules() if isinstance(module, nn.Dropout)] == dropouts
+        assert all(module.training for module in model.modules())
+        assert torch.equal(torch.get_rng_state(), state)
+        assert all(p.grad is None for p in model.parameters())
+        assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+
+
+def test_the_tolerance_can_be_set() -> None:
+    assert not check_packing(CausalLMPolicy(tiny_policy_model("qwen3")), tolerance=0.0).ok
+    with pytest.raises(TypeError, match="got str"):
+        check_packing("model")  # type: ignore[arg-type]
+
+
+def test_a_verdict_is_no_boolean() -> None:
+    with pytest.raises(TypeError, match=r"verdict\.ok"):
+        bool(Verdict(True, "fine"))

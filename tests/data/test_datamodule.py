@@ -1,0 +1,197 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lit_rl import Environment, PackedDataModule, PolicyModule, Trajectory, Turn, rollouts, to_dataset
+from lit_rl.testing import tiny_policy_model
+from tests.helpers import quiet_trainer, random_trajectories
+
+END = 2
+
+
+class Parity(Environment):
+    def reset(self, task):
+        return [5, task["number"]]
+
+    def step(self, token_ids):
+        return Turn(done=True, reward=float(sum(token_ids) % 2))
+
+
+class Keep(Callback):
+    def __init__(self):
+        self.epochs = []
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if batch_idx == 0:
+            self.epochs.append([])
+        self.epochs[-1].append(batch)
+
+
+def fit(data, module=None, **trainer):
+    keep = Keep()
+    running = quiet_trainer(callbacks=[keep], **trainer)
+    running.fit(module or PolicyModule(tiny_policy_model(), learning_rate=1e-3, loss_on="scored"), data)
+    return keep.epochs, running
+
+
+def online(**arguments):
+    tasks = [{"id": f"task {number}", "number": number} for number in range(8, 14)]
+    options = {"tasks_per_iteration": 3, "group_size": 4, "end_ids": [END], "max_new_tokens": 4}
+    return rollouts(Parity, tasks, **(options | arguments))
+
+
+def order(epoch):
+    return [batch.trajectory_index.tolist() for batch in epoch]
+
+
+def test_every_trajectory_once_an_epoch_in_an_order_that_changes():
+    trajectories = random_trajectories(24, seed=3, lengths=(4, 10))
+    epochs, _ = fit(PackedDataModule(to_dataset(trajectories), max_tokens=24), max_epochs=3)
+    with_scores = [i for i, t in enumerate(trajectories) if t.num_scored]
+    for epoch in epochs:
+        assert sorted(i for batch in order(epoch) for i in batch) == with_scores
+        assert all(batch.num_positions <= 24 for batch in epoch)
+    assert order(epochs[0]) != order(epochs[1]) != order(epochs[2])
+    again, _ = fit(PackedDataModule(trajectories, max_tokens=24), max_epochs=3)
+    assert [order(epoch) for epoch in again] == [order(epoch) for epoch in epochs]
+
+
+def test_one_epoch_is_one_rollout_of_the_current_policy():
+    data = PackedDataModule(online(), max_tokens=32)
+    groups = []
+
+    class Look(Callback):
+        def on_train_epoch_start(self, trainer, pl_module):
+            groups.append(set(trainer.datamodule.iteration.groups))
+
+    trainer = quiet_trainer(max_epochs=3, callbacks=[Look()])
+    trainer.fit(PolicyModule(tiny_policy_model(), learning_rate=1e-3), data)
+    assert trainer.reload_dataloaders_every_n_epochs == 1
+    assert all(len(g) == 3 for g in groups)
+    assert groups[0].isdisjoint(groups[1]) and groups[1].isdisjoint(groups[2])
+    assert {"reward", "pass_rate", "truncated", "dropped/zero_advantage"} <= data.rollout_statistics.keys()
+
+
+def test_accumulation_is_the_smallest_that_fits_and_follows_the_data():
+    seen = []
+
+    class Look(Callback):
+        def on_train_epoch_start(self, trainer, pl_module):
+            seen.append((trainer.accumulate_grad_batches, trainer.datamodule.iteration.plan.microbatches_per_step))
+
+    trainer = quiet_trainer(max_epochs=2, callbacks=[Look()])
+    trainer.fit(
+        PolicyModule(tiny_policy_model(), loss_on="scored"), PackedDataModule(random_trajectories(16), max_tokens=30)
+    )
+    total = sum(len(t) for t in random_trajectories(16) if t.num_scored)
+    assert all(ours == planned for ours, planned in seen)
+    assert -(-total // 30) <= seen[0][0] <= -(-total // 30) + 1
+
+
+@pytest.mark.parametrize(("overlong", "kept", "truncated"), [("drop", 2, 0), ("truncate", 3, 1)])
+def test_longer_than_the_budget(overlong, kept, truncated):
+    made = [
+        Trajectory([3] * length, [0] + [1] * (length - 1), float(i), group="g", log_probs=[-1.0] * length)
+        for i, length in enumerate((5, 2, 9))
+    ]
+    with pytest.raises(ValueError, match=r"(?s)2.*9.*8"):
+        fit(PackedDataModule(made, max_tokens=8))
+    epochs, trainer = fit(PackedDataModule(made, max_tokens=8, overlong=overlong))
+    lengths = [length for batch in epochs[0] for length in batch.segment_lengths.tolist()]
+    assert len(lengths) == kept
+    assert max(lengths) == (8 if truncated else 5)
+    assert trainer.datamodule.rollout_statistics["dropped/overlong"] == 3 - kept
+
+
+def test_truncated_trajectories_can_be_masked_while_their_reward_counts():
+    made = [
+        Trajectory([3, 4, 5], [0, 1, 1], float(i % 2), group="g", truncated=i == 3, log_probs=[0.0, -1.0, -1.0])
+        for i in range(4)
+    ]
+    for choice, scored in (("keep", 8), ("mask", 6)):
+        epochs, trainer = fit(PackedDataModule(made, max_tokens=64, truncated=choice))
+        assert sum(batch.num_scored for batch in epochs[0]) == scored
+        assert trainer.datamodule.iteration.advantages.tolist() == pytest.approx(
+            [-0.866, 0.866, -0.866, 0.866], abs=1e-3
+        )
+        assert trainer.datamodule.rollout_statistics == trainer.datamodule.rollout_statistics
+        assert trainer.datamodule.iteration.lengths == [3, 3, 3, 3]
+
+
+def test_unscored_trajectories_are_named_or_left_out():
+    made = [Trajectory([3, 4, 5], [0, 1, 1], r, group="g", task="t") for r in (1.0, None, 0.0, 1.0)]
+    with pytest.raises(ValueError, match=r"`rewards`\[1\] \(group 'g'\) is missing"):
+        fit(PackedDataModule(made, max_tokens=64))
+    epochs, trainer = fit(PackedDataModule(made, max_tokens=64, missing_rewards="ignore"))
+    assert sum(batch.num_scored for batch in epochs[0]) == 6
+    assert trainer.datamodule.rollout_statistics["dropped/unscored"] == 1
+
+
+@pytest.mark.parametrize("budget", [0, -1])
+def test_impossible_budgets_are_refused_at_construction(budget):
+    with pytest.raises(ValueError, match=f"`max_tokens` must be at least 1, got {budget}"):
+        PackedDataModule(random_trajectories(4), max_tokens=budget)
+
+
+@pytest.mark.parametrize("budget", [7.5, None, "8", True])
+def test_budgets_of_another_type_are_refused_at_construction(budget):
+    with pytest.raises(TypeError, match="`max_tokens` must be an integer"):
+        PackedDataModule(random_trajectories(4), max_tokens=budget)
+
+
+def test_unusable_settings_are_explained():
+    with pytest.raises(TypeError, match="the source is a list"):
+        PackedDataModule([1, 2], max_tokens=8)
+    with pytest.raises(ValueError, match="`validation_tasks` need"):
+        PackedDataModule(random_trajectories(4), max_tokens=8, validation_tasks=[{"id": "a"}])
+    with pytest.raises(MisconfigurationException, match="reload_dataloaders_every_n_epochs=3"):
+        fit(PackedDataModule(random_trajectories(4), max_tokens=24), reload_dataloaders_every_n_epochs=3)
+    with pytest.raises(MisconfigurationException, match="overfit_batches"):
+        fit(PackedDataModule(random_trajectories(4), max_tokens=24), overfit_batches=1)
+    with pytest.raises(ValueError, match=r"trajectory 0 has `log_probs` but trajectory 1 has none"):
+        fit(PackedDataModule([random_trajectories(1)[0], Trajectory([1, 2], [0, 1], 1.0)], max_tokens=24))
+
+
+def test_ratio_before_the_first_of_several_updates_is_exactly_one():
+    ratios = []
+
+    class Look(PolicyModule):
+        def objective(self, log_probs, batch):
+            ratios.append((log_probs.detach() - batch.old_log_probs).abs().max().item() if batch.num_scored else 0.0)
+            return super().objective(log_probs, batch)
+
+    data = PackedDataModule(random_trajectories(24, seed=4), max_tokens=24, steps_per_iteration=3)
+    module = Look(tiny_policy_model(attention_dropout=0.1), learning_rate=1e-2, loss_on="live")
+    trainer = quiet_trainer()
+    trainer.fit(module, data)
+    per_step = trainer.accumulate_grad_batches
+    assert ratios[:per_step] == [0.0] * per_step
+    assert max(ratios[per_step:]) > 1e-4
+
+
+def test_validation_on_held_out_tasks_and_on_held_out_trajectories():
+    held_out = [{"id": "new", "number": 20}, {"id": "newer", "number": 21}]
+    data = PackedDataModule(online(), max_tokens=32, validation_tasks=held_out, validation_attempts=3)
+    trainer = quiet_trainer()
+    (metrics,) = trainer.validate(PolicyModule(tiny_policy_model()), data, verbose=False)
+    assert metrics["val/trajectories"] == 6.0
+    assert 0.0 <= metrics["val/pass_rate"] <= 1.0
+    predictions = quiet_trainer().predict(PolicyModule(tiny_policy_model()), data)
+    assert [len(p) for p in predictions] == [3, 3]
+    assert isinstance(predictions[0][0], Trajectory)
+
+    trajectories = random_trajectories(10, seed=2, temperature=1.0)
+    data = PackedDataModule(random_trajectories(4), max_tokens=24, validation_data=trajectories)
+    model = tiny_policy_model()
+    (metrics,) = quiet_trainer().validate(PolicyModule(model), data, verbose=False)
+    with torch.no_grad():
+        nats = [
+            -torch.log_softmax(model(t.token_ids[None]).logits[0, :-1].double(), -1).gather(1, t.token_ids[1:, None])[
+                t.scored[1:]
+            ]
+            for t in trajectories
+        ]
+    assert metrics["val/nats_per_token"] == pytest.approx(float(torch.cat(nats).mean()), rel=1e-5)

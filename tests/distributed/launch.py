@@ -1,0 +1,48 @@
+"""Starts a group of processes on this machine, and ends all of them when one fails or time is up."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+class GroupFailed(AssertionError):
+    """A process of the group failed or did not end in time; carries what the group printed."""
+
+
+def launch(module: str, arguments: Sequence[str], *, processes: int, timeout: float = 240.0) -> str:
+    """Runs `python -m module arguments` in `processes` gloo processes.
+
+    Returns:
+        What they printed.
+
+    Raises:
+        GroupFailed: One of them failed, or the time was up; nothing is left running.
+    """
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=0"]
+    command += [f"--nproc-per-node={processes}", "--module", module, *arguments]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"}
+    group = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = group.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(group.pid, signal.SIGKILL)
+        output, _ = group.communicate()
+        raise GroupFailed(f"no end within {timeout} s:\n{output[-8000:]}") from None
+    if group.returncode != 0:
+        raise GroupFailed(f"exit status {group.returncode}:\n{output[-8000:]}")
+    return output

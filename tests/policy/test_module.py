@@ -1,0 +1,220 @@
+"""`PolicyModule` under the flags of a Trainer, on every form of model, with a user's own objective."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+from lit_rl import PackedDataModule, PolicyModule, Trajectory, collate
+from lit_rl.testing import tiny_config, tiny_policy_model
+from tests.helpers import KeepGradients, quiet_trainer, random_trajectories
+
+
+def fit(module=None, data=None, *, max_tokens=24, **trainer):
+    module = module or PolicyModule(tiny_policy_model(), learning_rate=1e-2)
+    data = data or PackedDataModule(random_trajectories(16, seed=1), max_tokens=max_tokens)
+    running = quiet_trainer(**trainer)
+    running.fit(module, data)
+    return module, running
+
+
+def weights(module):
+    return torch.cat([p.detach().flatten() for p in module.policy.model.parameters()])
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {},
+        {"gradient_clip_val": 0.1},
+        {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"},
+        {"precision": "bf16-mixed"},
+        {"precision": "bf16-true"},
+        {"precision": "64-true"},
+        {"max_steps": 2, "max_epochs": -1},
+        {"accumulate_grad_batches": 6},
+        {"fast_dev_run": True},
+        {"fast_dev_run": 3},
+        {"limit_train_batches": 2},
+        {"limit_train_batches": 0.5},
+        {"profiler": "simple"},
+        {"detect_anomaly": True},
+        {"max_epochs": 3, "log_every_n_steps": 1},
+        {"strategy": DDPStrategy(process_group_backend="gloo")},
+    ],
+    ids=str,
+)
+def test_trainer_flags_act_as_usual(flags, tmp_path):
+    model = tiny_policy_model()
+    start = weights(PolicyModule(copy.deepcopy(model)))
+    module, trainer = fit(PolicyModule(model, learning_rate=1e-2), default_root_dir=tmp_path, **flags)
+    assert trainer.global_step == {"max_steps": 2, "max_epochs": 3}.get(next(iter(flags), ""), 1)
+    assert torch.isfinite(weights(module)).all()
+    assert not torch.equal(weights(module).float(), start)
+
+
+def test_log_probs_are_float32_or_better_in_any_precision():
+    seen = {}
+
+    class Look(PolicyModule):
+        def objective(self, log_probs, batch):
+            seen["log_probs"], seen["advantages"] = log_probs.dtype, batch.advantages.dtype
+            return super().objective(log_probs, batch)
+
+    for precision, wanted in (("bf16-true", torch.float32), ("bf16-mixed", torch.float32), ("64-true", torch.float64)):
+        fit(Look(tiny_policy_model(), learning_rate=1e-2), precision=precision)
+        assert seen == {"log_probs": wanted, "advantages": wanted}
+
+
+def test_a_path_a_config_a_model_and_an_own_network_all_train(tmp_path):
+    tiny_policy_model().save_pretrained(tmp_path)
+
+    class Own(nn.Module):
+        """Embeddings, one recurrent layer, an output layer: nothing of transformers."""
+
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.recurrent, self.lm_head = (
+                nn.Embedding(32, 8),
+                nn.GRU(8, 8, batch_first=True),
+                nn.Linear(8, 32),
+            )
+
+        def forward(self, input_ids, position_ids):
+            return self.recurrent(self.embedding(input_ids))[0]
+
+    for model, layout in (
+        (str(tmp_path), "packed"),
+        (tiny_config(), "packed"),
+        (tiny_policy_model("mamba"), "padded"),
+        (Own(), "padded"),
+    ):
+        module, trainer = fit(PolicyModule(model, learning_rate=1e-2))
+        assert module.policy.layout == layout
+        assert trainer.global_step == 1
+
+
+def test_state_dict_keys_are_those_of_the_model():
+    module = PolicyModule(tiny_policy_model())
+    assert {key.removeprefix("policy.model.") for key in module.state_dict()} == set(tiny_policy_model().state_dict())
+
+
+def test_own_objective_gets_aligned_fields_and_its_gradient():
+    class Plain(PolicyModule):
+        def objective(self, log_probs, batch):
+            assert log_probs.shape == batch.advantages.shape == batch.sampler_log_probs.shape == batch.targets.shape
+            return -batch.advantages * log_probs
+
+    model, keeps = tiny_policy_model(), []
+    for kind in (Plain, PolicyModule):
+        keeps.append(KeepGradients())
+        fit(kind(copy.deepcopy(model), objective="reinforce"), precision="64-true", callbacks=[keeps[-1]])
+    for name, gradient in keeps[1].steps[0].items():
+        torch.testing.assert_close(keeps[0].steps[0][name], gradient, atol=1e-12, rtol=1e-12)
+
+
+def test_an_objective_that_averages_is_refused():
+    class Averages(PolicyModule):
+        def objective(self, log_probs, batch):
+            return -(batch.advantages * log_probs).mean()
+
+    with pytest.raises(ValueError, match="expected one loss per scored token"):
+        fit(Averages(tiny_policy_model()))
+
+
+def test_a_batch_without_weights_is_an_error_not_a_fallback():
+    module, trainer = fit()
+    batch = collate(random_trajectories(2), advantages=[1.0, -1.0])
+    with pytest.raises(ValueError, match="no `weights`"):
+        module.training_step(batch, 0)
+    with pytest.raises(MisconfigurationException, match="expected a PackedBatch"):
+        module.training_step({"input_ids": batch.input_ids}, 0)
+
+
+@pytest.mark.parametrize("reward", [0.0, 1.0])
+def test_equal_rewards_leave_weights_and_optimizer_untouched(reward):
+    model = tiny_policy_model()
+    start = weights(PolicyModule(copy.deepcopy(model)))
+    data = PackedDataModule(random_trajectories(8, reward=reward), max_tokens=24)
+    with pytest.warns(UserWarning, match="nothing to train on"):
+        module, trainer = fit(PolicyModule(model, learning_rate=0.1, weight_decay=0.5), data, max_epochs=2)
+    assert torch.equal(weights(module), start)
+    assert len(trainer.optimizers[0].state) == 0
+    assert module.steps_without_signal == 2
+    assert trainer.global_step == 2
+    assert trainer.callback_metrics["train/loss"] == 0.0
+
+
+def test_the_same_logged_loss_for_any_number_of_microbatches():
+    losses = []
+    for max_tokens in (12, 24, 1000):
+        module = PolicyModule(tiny_policy_model(), objective="supervised", learning_rate=0.0)
+        _, trainer = fit(module, max_tokens=max_tokens, precision="64-true")
+        losses.append(float(trainer.callback_metrics["train/loss"]))
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-12)
+    assert losses[0] > 0
+
+
+def test_masked_positions_are_inert_whatever_they_hold():
+    def with_garbage(value):
+        made = random_trajectories(8, seed=2)
+        return [
+            Trajectory(
+                t.token_ids,
+                t.action_mask,
+                t.reward,
+                group=t.group,
+                log_probs=torch.where(t.scored, t.log_probs, torch.full_like(t.log_probs, value)),
+            )
+            for t in made
+        ]
+
+    results = []
+    for value in (0.0, math.nan, math.inf, -math.inf, -1e10):
+        module = PolicyModule(tiny_policy_model(), learning_rate=1e-2)
+        module, _ = fit(module, PackedDataModule(with_garbage(value), max_tokens=24, old_log_probs="sampler"))
+        results.append(weights(module))
+    assert all(torch.equal(results[0], other) for other in results[1:])
+
+
+def test_entropy_bonus_raises_entropy():
+    entropies = []
+    for bonus in (1e-9, 10.0):
+        module = PolicyModule(tiny_policy_model(), learning_rate=1e-2, entropy_bonus=bonus)
+        _, trainer = fit(module, max_epochs=6)
+        entropies.append(float(trainer.callback_metrics["train/entropy"]))
+    assert 0.0 < entropies[0] < entropies[1] <= math.log(32) + 1e-6
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"temperature": 0.0}, "`temperature` must be greater than 0"),
+        ({"learning_rate": -1.0}, "`learning_rate` must be at least 0"),
+        ({"clip_low": -0.1}, "`clip_low`"),
+        ({"objective": "ppo"}, "`objective` must name one of"),
+        ({"chunk_tokens": 0}, "chunk_tokens"),
+        ({"layout": "flat"}, "`layout`"),
+    ],
+)
+def test_bad_arguments_are_refused_at_construction(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        PolicyModule(tiny_policy_model(), **arguments)
+
+
+def test_checkpoints_load_and_export(tmp_path):
+    module, trainer = fit()
+    trainer.save_checkpoint(tmp_path / "policy.ckpt")
+    again = PolicyModule.load_from_checkpoint(tmp_path / "policy.ckpt", model=tiny_policy_model(seed=5))
+    assert torch.equal(weights(again), weights(module))
+    assert again.learning_rate == 1e-2
+    module.policy.model.save_pretrained(tmp_path / "exported")
+    exported = PolicyModule(str(tmp_path / "exported"))
+    exported.configure_model()
+    assert torch.equal(weights(exported), weights(module))
