@@ -13,8 +13,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
 _LARGEST_LOG_PROB = 1e-3
 
 
-@dataclass(frozen=True, eq=False, init=False)
 class Trajectory:
     """One attempt at a task: what was read, what was sampled, and what it was worth.
 
@@ -68,6 +66,7 @@ class Trajectory:
     temperature: Tensor
     info: dict[str, Any]
 
+    # Not a dataclass: Lightning takes those apart and rebuilds them wherever a step returns one.
     def __init__(
         self,
         token_ids: Sequence[int] | Tensor,
@@ -97,8 +96,10 @@ class Trajectory:
             "temperature": _temperature(temperature, len(ids), where),
             "info": _info(info, where),
         }
-        for name, value in fields.items():
-            object.__setattr__(self, name, value)
+        self.__dict__.update(fields)
+
+    def __setattr__(self, name: str, value: Any) -> NoReturn:
+        raise AttributeError(f"a trajectory is immutable; make a new one with another `{name}`")
 
     def __len__(self) -> int:
         return int(self.token_ids.numel())

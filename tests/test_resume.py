@@ -95,7 +95,7 @@ def reference(tmp_path_factory):
 
 
 @pytest.mark.parametrize("source", SOURCES)
-@pytest.mark.parametrize("stop_after", [4, 9, 13, 17])
+@pytest.mark.parametrize("stop_after", [7, 9, 13, 17])
 def test_stop_anywhere_and_resume(source, stop_after, reference, tmp_path):
     model = tiny_policy_model()
     run(model, source, tmp_path, stop_after=stop_after)

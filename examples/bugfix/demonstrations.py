@@ -19,11 +19,11 @@ from .tokenizer import WordTokenizer
 
 # A script names the calls of one demonstration; `fix` and `wrong` stand for edits of the buggy line.
 SCRIPTS: dict[tuple[str, ...], float] = {
-    ("submit",): 0.50,
-    ("run", "submit"): 0.05,
-    ("fix", "submit"): 0.14,
+    ("submit",): 0.55,
+    ("run", "submit"): 0.03,
+    ("fix", "submit"): 0.12,
     ("run", "fix", "submit"): 0.07,
-    ("fix", "run", "submit"): 0.05,
+    ("fix", "run", "submit"): 0.04,
     ("run", "fix", "run", "submit"): 0.05,
     ("wrong", "submit"): 0.04,
     ("wrong", "run", "submit"): 0.02,

@@ -17,7 +17,7 @@ NUM_TRAINING_TASKS = 20
 NUM_HELD_OUT_TASKS = 10
 NUM_HIDDEN_TESTS = 6
 _WORD_OF_OPERATOR = {"+": "plus", "-": "minus", "*": "times", "/": "over", "%": "mod"}
-_LINE_COUNTS, _LINE_COUNT_WEIGHTS = (1, 2), (6, 4)
+_LINE_COUNTS, _LINE_COUNT_WEIGHTS = (1, 2), (7, 3)
 
 
 class TestCase(TypedDict):
@@ -205,7 +205,7 @@ def _loop(random: Random) -> tuple[str, str]:
 
 
 _FIRST_PARTS: tuple[Callable[[Random], tuple[str, str]], ...] = (_start, _start, _start, _start_if)
-_LATER_PARTS: tuple[Callable[[Random], tuple[str, str]], ...] = (_operation, _operation, _bound, _repetition)
+_LATER_PARTS: tuple[Callable[[Random], tuple[str, str]], ...] = (_operation, _bound, _repetition)
 
 
 def _draw_tests(random: Random, reference: Sequence[str]) -> list[TestCase] | None:

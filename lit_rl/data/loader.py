@@ -48,7 +48,9 @@ class ResumableLoader(DataLoader):
         skip, self._resume_from = self._resume_from, 0
         self._done = skip
         self._token_budget_sampler.skip = skip
-        for batch in super().__iter__():
+        batches = super().__iter__()
+        self._token_budget_sampler.skip = 0
+        for batch in batches:
             self._done += 1
             yield batch
 

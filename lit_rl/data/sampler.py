@@ -50,7 +50,7 @@ class TokenBudgetSampler(DistributedSampler[list[int]]):
             loader that is made for an epoch should say which.
 
     Attributes:
-        skip: Microbatches left out at the beginning of the next pass (of that one only), for resuming; `len` stays.
+        skip: Microbatches left out at the beginning of a pass, for resuming, until it is set back to 0; `len` stays.
 
     Raises:
         TypeError: A length, the budget or another count is not an integer.
@@ -162,5 +162,4 @@ class TokenBudgetSampler(DistributedSampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         """Microbatches of this rank in order; `microbatches_per_step` of them make one step."""
-        start, self.skip = self.skip, 0
-        return iter([list(microbatch) for microbatch in self.plan.for_rank(self.rank)[start:]])
+        return iter([list(microbatch) for microbatch in self.plan.for_rank(self.rank)[self.skip :]])

@@ -8,7 +8,6 @@ them: a layer that is recomputed in the backward pass (activation checkpointing)
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,9 +18,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
+from transformers import AttentionInterface, AttentionMaskInterface
 
 from lit_rl.policy.attention_kernels import AttentionPattern, attend_segments
+from lit_rl.policy.mask_pattern import read_pattern
 
 # The attention a model came with -> the registered segment attention that hands over to it.
 SEGMENT_ATTENTION = {"sdpa": "lit_rl_segments", "eager": "lit_rl_segments_eager"}
@@ -191,9 +191,17 @@ def _attention_forward(
     base: str, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
     """The registered attention: [rows, heads, width, size] each -> [rows, width, heads, size]."""
-    given = attention_mask.segments if isinstance(attention_mask, SegmentMask) else _segments_from(options)
-    if given is None:
+    if not isinstance(attention_mask, SegmentMask) and options.get("cu_seq_lens_q") is None:
         return _base_attention(base, module)(module, query, key, value, attention_mask, **options)
+    return _segment_attention(module, query, key, value, attention_mask, options), None
+
+
+# Compiled, its loop over segments would be one graph for every microbatch; uncompiled, what lies between is one.
+@torch.compiler.disable
+def _segment_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, options: dict[str, Any]
+) -> Tensor:
+    given = attention_mask.segments if isinstance(attention_mask, SegmentMask) else _segments_from(options)
     if query.shape[2] != key.shape[2] or query.shape[0] * query.shape[2] != sum(given.lengths):
         raise NotImplementedError(
             f"segments cover {sum(given.lengths)} positions, but attention got queries {list(query.shape)} and keys "
@@ -201,16 +209,15 @@ def _attention_forward(
         )
     pattern = _pattern(module, attention_mask, options)
     dense = attention_mask if isinstance(attention_mask, Tensor) else None
-    output = attend_segments(
+    return attend_segments(
         query, key, value, given.lengths, given.cu_seqlens, pattern, scaling=options.get("scaling"), dense_mask=dense
     )
-    return output, None
 
 
-def _segments_from(options: dict[str, Any]) -> Segments | None:
+def _segments_from(options: dict[str, Any]) -> Segments:
     """Boundaries that came as keyword arguments only, as for models that build their masks by themselves."""
-    cumulative = options.get("cu_seq_lens_q")
-    return None if cumulative is None else Segments(tuple(cumulative.diff().tolist()), cumulative)
+    cumulative = options["cu_seq_lens_q"]
+    return Segments(tuple(cumulative.diff().tolist()), cumulative)
 
 
 def _pattern(module: nn.Module, attention_mask: Any, options: dict[str, Any]) -> AttentionPattern:
@@ -246,6 +253,7 @@ def _base_attention(base: str, module: nn.Module) -> Callable[..., Any]:
     raise NotImplementedError(f"{type(module).__name__} is defined in a file without `eager_attention_forward`")
 
 
+@torch.compiler.disable
 def _mask_forward(base: str, **arguments: Any) -> Any:
     """The registered mask function: a `SegmentMask` in a packed forward pass, the model's own mask otherwise."""
     own_mask = AttentionMaskInterface()[base]
@@ -258,51 +266,3 @@ def _mask_forward(base: str, **arguments: Any) -> Any:
         # An unknown pattern is built in full and cut into its diagonal blocks; never skipped in favour of a flag.
         return own_mask(**{**arguments, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
     return SegmentMask(segments, pattern)
-
-
-# The code of the pieces that transformers puts its mask functions together from: `None` arguments suffice for that.
-_CAUSAL = masking_utils.causal_mask_function.__code__
-_SLIDING = masking_utils.sliding_window_overlay(None).__code__  # type: ignore[arg-type, attr-defined]
-_CHUNKED = masking_utils.chunked_overlay(None, None).__code__  # type: ignore[arg-type, attr-defined]
-_BOTH = masking_utils.and_masks().__code__  # type: ignore[attr-defined]
-_REMAPPED = masking_utils.remap_positions_for_packed_sequence(None, None).__code__  # type: ignore[arg-type, attr-defined]
-_SAME_SEGMENT = masking_utils.packed_sequence_mask_function(None).__code__  # type: ignore[arg-type, attr-defined]
-
-
-def read_pattern(mask_function: Callable[..., Any]) -> AttentionPattern | None:
-    """Takes a transformers mask function apart.
-
-    Args:
-        mask_function: What `create_causal_mask` and its relatives put together.
-
-    Returns:
-        The pattern within one segment, or `None` when a part of it is not known or it is not causal.
-
-    Example:
-        >>> from transformers.masking_utils import sliding_window_causal_mask_function
-        >>> read_pattern(sliding_window_causal_mask_function(4)).window
-        4
-    """
-    parts: dict[str, int] = {}
-    if not _collect(mask_function, parts) or "causal" not in parts:
-        return None
-    return AttentionPattern(window=parts.get("window"), chunk=parts.get("chunk"))
-
-
-def _collect(function: Callable[..., Any], parts: dict[str, int]) -> bool:
-    """Adds what a mask function restricts to `parts`; false where a part of it is not known."""
-    code = getattr(function, "__code__", None)
-    if code is _CAUSAL:
-        parts["causal"] = 1
-        return True
-    if code not in (_SLIDING, _CHUNKED, _BOTH, _REMAPPED, _SAME_SEGMENT):
-        return False
-    cells = inspect.getclosurevars(function).nonlocals
-    if code is _BOTH:
-        return all(_collect(part, parts) for part in cells["mask_functions"])
-    if code is _REMAPPED:
-        return _collect(cells["mask_function"], parts)
-    for kind, name, key in ((_SLIDING, "sliding_window", "window"), (_CHUNKED, "chunk_size", "chunk")):
-        if code is kind:
-            parts[key] = min(cells[name], parts.get(key, cells[name]))
-    return True

@@ -5,8 +5,8 @@ made of three products with a tile: hidden states times weight rows gives it, an
 or times the hidden states, gives the two gradients.
 
 Precision. Products accumulate in float32 (float64 for float64 inputs) whatever the inputs are. On CPU, operands of a
-lower precision are widened one tile at a time, so no float32 copy of the weight exists. On an accelerator they go to
-the matrix units as they are, with float32 results. Under autocast the operands are first rounded to the autocast
+lower precision are widened one block at a time, so no float32 copy of the weight exists. On CUDA they go to the
+matrix units as they are, with float32 results; a tile's gradient is then rounded to their precision too. Under autocast the operands are first rounded to the autocast
 dtype, as `torch.nn.Linear` would.
 
 Speed. On x86 CPUs the float32 products go to oneDNN, which `torch.mm` does not use for float32: on one AMD EPYC core
@@ -24,6 +24,9 @@ from torch import Tensor
 
 #: Rows of a tile: a run of tokens, or the indices of some.
 Rows = slice | Tensor
+
+#: Devices that multiply operands of 16 bits into float32 results.
+_MIXED_PRODUCT_DEVICES = ("cuda",)
 
 #: Multiplications below which a call into oneDNN costs more than it saves.
 _ONEDNN_MIN_MULTIPLICATIONS = 2**22
@@ -128,8 +131,8 @@ class HeadInputs:
         if self.autocast_dtype is not None and dtype is not torch.float64:
             dtype = self.autocast_dtype
         values = values.to(dtype)
-        widen = values.device.type == "cpu" or self.compute_dtype is torch.float64
-        return values.to(self.compute_dtype) if widen else values
+        mixed = values.device.type in _MIXED_PRODUCT_DEVICES and self.compute_dtype is torch.float32
+        return values if mixed else values.to(self.compute_dtype)
 
     def block(self, start: int, stop: int) -> VocabBlock:
         """The rows `start` to `stop` of the output layer."""

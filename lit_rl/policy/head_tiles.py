@@ -27,7 +27,7 @@ _TILE_BYTES = {"cpu": 16 * 2**20}
 _TILE_BYTES_ELSEWHERE = 256 * 2**20
 _TILE_COLUMNS = {"cpu": 4096}
 _TILE_COLUMNS_ELSEWHERE = 16384
-_MIN_TILE_COLUMNS = 256
+_MIN_TILE_COLUMNS = 64
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class TileShape:
 
     @classmethod
     def choose(cls, inputs: HeadInputs, chunk_tokens: int | None) -> TileShape:
-        """A tile within the byte budget of the device, with `chunk_tokens` rows if that is given.
+        """A tile within the byte budget of the device, or, with `chunk_tokens` rows, a small part of that chunk.
 
         >>> import torch
         >>> hidden, weight = torch.zeros(5000, 8), torch.zeros(100_000, 8)
@@ -48,14 +48,17 @@ class TileShape:
         >>> TileShape.choose(inputs, None)
         TileShape(rows=1024, columns=4096)
         >>> TileShape.choose(inputs, 64)
-        TileShape(rows=64, columns=65536)
+        TileShape(rows=64, columns=4096)
         """
         device = inputs.weights[0].device.type
         entries = _TILE_BYTES.get(device, _TILE_BYTES_ELSEWHERE) // inputs.compute_dtype.itemsize
+        columns = min(inputs.vocab_size, _TILE_COLUMNS.get(device, _TILE_COLUMNS_ELSEWHERE))
         if chunk_tokens is None:
-            columns = min(inputs.vocab_size, _TILE_COLUMNS.get(device, _TILE_COLUMNS_ELSEWHERE))
             return cls(max(1, entries // columns), columns)
-        return cls(chunk_tokens, min(inputs.vocab_size, max(_MIN_TILE_COLUMNS, entries // chunk_tokens)))
+        # Up to two tiles and two blocks of a weight's gradient are alive at once: all of it a fifth of the chunk.
+        alive = 2 * (chunk_tokens + sum(weight.shape[1] for weight in inputs.weights))
+        fitting = min(entries // chunk_tokens, chunk_tokens * inputs.vocab_size // (5 * alive))
+        return cls(chunk_tokens, min(columns, max(_MIN_TILE_COLUMNS, fitting)))
 
     def blocks(self, inputs: HeadInputs) -> Iterator[VocabBlock]:
         """The vocabulary, block after block; one is alive at a time."""

@@ -38,7 +38,7 @@ def shape_from_config(config: Any | Mapping[str, Any] | str | Path) -> ModelShap
 
     Raises:
         FileNotFoundError: A path or name that is neither there nor built in.
-        ValueError: transformers cannot build a causal LM from this config.
+        ValueError: transformers cannot build a causal LM from this config, or it has no layers that are recognized.
 
     Example:
         >>> shape = shape_from_config("qwen3-8b")
@@ -52,13 +52,13 @@ def shape_from_config(config: Any | Mapping[str, Any] | str | Path) -> ModelShap
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
+        return replace(shape_from_module(model), name=name)
     except Exception as error:
+        # Whatever a config of another library raises when it is built: the way out is the same.
         raise ValueError(
-            f"transformers could not build a causal LM from the config of {name!r} ({type(error).__name__}: {error}); "
-            "build the model yourself and use `ModelShape.from_module(model)`, or give its dimensions to "
-            "`ModelShape.decoder(...)`"
+            f"no shape can be read from the config of {name!r} ({type(error).__name__}: {error}); build the model "
+            "yourself and use `ModelShape.from_module(model)`, or give its dimensions to `ModelShape.decoder(...)`"
         ) from error
-    return replace(shape_from_module(model), name=name)
 
 
 def resolve_config(config: Any) -> tuple[Any, str]:
@@ -74,7 +74,14 @@ def resolve_config(config: Any) -> tuple[Any, str]:
         fields = dict(config)
         if "model_type" not in fields:
             raise ValueError("the config has no `model_type`, so its layers are unknown; add it, for example 'llama'")
-        config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+        kind = fields.pop("model_type")
+        try:
+            config = AutoConfig.for_model(kind, **fields)
+        except Exception as error:
+            raise ValueError(
+                f"transformers does not accept this {kind!r} config ({type(error).__name__}: {error}); correct it, or "
+                "give the model's dimensions to `ModelShape.decoder(...)`"
+            ) from error
     config = config.get_text_config(decoder=True)
     return config, name or config.model_type
 

@@ -154,7 +154,11 @@ def test_first_fit_decreasing_is_beaten_where_it_wastes_a_row():
     lengths = [5, 4, 3, 3, 3, 2]
     assert len(pack_sequences(lengths, 10)) == 3
     assert plan_steps(lengths, max_tokens=10).microbatches_per_step == 2
-    assert search_rows(lengths, 10, 1) is None
+    hard = [8, 8, 7, 5, 4, 3, 3, 3, 2, 2, 2]
+    assert len(pack_sequences(hard, 8)) == 7
+    assert plan_steps(hard, max_tokens=8).microbatches_per_step == 6
+    assert sorted(i for row in search_rows(hard, 8, 6) for i in row) == list(range(11))
+    assert search_rows(hard, 8, 5) is None
     assert search_rows([1] * 33, 33, 1) is None
 
 
@@ -194,6 +198,23 @@ def test_balance_on_known_distributions(name, world_size, count, bar, objective)
         assert plan.microbatches_per_step <= -(-len(pack_sequences(lengths, 16_384)) // world_size)
         if objective == "rank_total":
             assert plan.rank_total_ratio <= 1.01
+
+
+def test_lockstep_plans_keep_totals_of_ranks_close():
+    plans = [
+        plan_steps(draw_lengths("bimodal", 512, s), max_tokens=16_384, world_size=8, cost=MODEL_COST) for s in range(4)
+    ]
+    assert np.mean([plan.rank_total_ratio for plan in plans]) < 1.005
+
+
+def test_padded_microbatches_of_one_index_cost_about_the_same():
+    ratios = [
+        plan_steps(
+            draw_lengths("lognormal", 512, seed), max_tokens=16_384, world_size=8, cost=MODEL_COST, layout="padded"
+        ).lockstep_ratio
+        for seed in range(4)
+    ]
+    assert np.mean(ratios) < 1.052
 
 
 def test_a_tight_budget_is_still_balanced():

@@ -18,10 +18,10 @@ from lit_rl.policy.attention import (
     detach_segment_attention,
     own_attention,
     packed_forward,
-    read_pattern,
     register_segment_attention,
 )
 from lit_rl.policy.attention_kernels import AttentionPattern, attend_segments
+from lit_rl.policy.mask_pattern import read_pattern
 from lit_rl.testing import tiny_policy_model
 
 register_segment_attention()
