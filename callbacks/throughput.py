@@ -103,7 +103,10 @@ that the policy sampled |
         self.clock.enter("waiting")
 
     @override
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        # Not `on_train_epoch_start`, which Lightning leaves out when it resumes in the middle of an epoch.
+        if self.clock.phase != "waiting":
+            return
         source, iteration = getattr(trainer, "datamodule", None), _iteration(trainer)
         self._enter("update" if self._first_step is not None else "first_step", pl_module)
         if self._first_step is None:

@@ -1,4 +1,4 @@
-"""The `lit-rl` command: one module of `lit_rl.commands` per subcommand, imported only when it runs."""
+"""The `lit-rl` command: one module of `lit_rl.commands` per subcommand, whose heavy imports wait until it runs."""
 
 from __future__ import annotations
 

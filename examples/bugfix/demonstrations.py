@@ -7,7 +7,7 @@ programs, but seldom does; reinforcement learning has to find out which of its h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from random import Random
 
 from lit_rl.trajectory import Trajectory

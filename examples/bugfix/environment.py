@@ -1,16 +1,17 @@
-"""The BugFix episodes: a policy reads a goal and a program with one bug, and acts until it submits.
+"""The BugFix episodes: a policy reads a commented program with one bug, and acts until it submits.
 
-The prompt is the goal, the numbered lines and the word that hands over the turn. The policy's turn is a tool call and
-`<end>`; the observation ends with the next `<act>`::
+The prompt is, line by line, a comment that says what the line should do and the line itself, and at the end `<act>`,
+which hands over the turn. The policy's turn is a tool call and `<end>`; the observation ends with the next `<act>`::
 
-    b minus 5 times 2 L1 r = b * 5 L2 r = r * 2 <act>
-    run <end>                                            want - 8 got 1 0 <act>
+    b minus 5 L1 r = b * 5 times 2 L2 r = r * 2 <act>
+    run <end>                                            L1 want - 4 got 5 <act>
     edit L1 r = b - 5 <end>                              L1 r = b - 5 L2 r = r * 2 <act>
     run <end>                                            pass <act>
     submit <end>                                         (the end: reward 1 if all hidden tests pass, else 0)
 
-`run` tries the visible test and shows its wanted result and the program's: a value, or the word `zero`, `huge` or
-`limit`. `edit` replaces a line and shows the whole program. Everything else is answered with `error`.
+`run` tries the visible test and names the first line after which `r` is not what it should be, what it should be, and
+what it is: a value, or the word `zero`, `huge` or `limit`. `edit` replaces a line and shows the whole program.
+Everything else is answered with `error`.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class ProgramSyntaxError(ValueError):
     """A line that is not a statement of the mini-language."""
 
 
-class _Stop(Exception):
+class _RunError(Exception):
     """Ends a run early; the argument is the error word of the outcome."""
 
 
@@ -167,7 +167,7 @@ def run_program(lines: Sequence[str], inputs: Mapping[str, int]) -> Outcome:
     try:
         for statement in statements:
             run.execute(statement)
-    except _Stop as stop:
+    except _RunError as stop:
         return Outcome(None, str(stop))
     return Outcome(run.values[RESULT])
 
@@ -245,17 +245,17 @@ class _Run:
     def _count_step(self) -> None:
         self.steps += 1
         if self.steps > MAX_STEPS:
-            raise _Stop("limit")
+            raise _RunError("limit")
 
     def _evaluate(self, expression: Expression) -> int:
         value = self._atom(expression.left)
         if expression.operator is not None and expression.right is not None:
             right = self._atom(expression.right)
             if expression.operator in ("/", "%") and right == 0:
-                raise _Stop("zero")
+                raise _RunError("zero")
             value = _ARITHMETIC[expression.operator](value, right)
         if abs(value) > MAX_VALUE:
-            raise _Stop("huge")
+            raise _RunError("huge")
         return value
 
     def _holds(self, condition: Condition) -> bool:

@@ -47,4 +47,4 @@ def build_model(seed: int = 0, *, num_layers: int = 2, width: int = 64) -> Qwen3
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return Qwen3ForCausalLM(config).to(torch.float32)
+        return Qwen3ForCausalLM(config).float()

@@ -1,8 +1,8 @@
 """Seeded tasks of the BugFix gym: short programs, each with exactly one bug in one line.
 
-A task states its goal in words, left to right (`a minus b times 3`), one phrase for each line of the program
-(`r = a - b` and `r = r * 3`). The bug comes from one of five families, and one line differs from the reference in
-one place. The first test is visible through the tool `run`; the hidden ones decide the reward.
+Every line has a comment that says in words what it should do (`a minus b`, then `times 3`); one line does something
+else (`r = a + b`). The bug comes from one of five families and changes one place of one line. The visible test is what
+the tool `run` shows; the hidden ones decide the reward.
 """
 
 from __future__ import annotations
@@ -28,7 +28,18 @@ class TestCase(TypedDict):
 
 
 class BugFixTask(TypedDict):
-    """One task; all fields are plain data, so a task can be stored as JSON or as a row of a data set."""
+    """One task; all fields are plain data, so a task can be stored as JSON or as a row of a data set.
+
+    Attributes:
+        id: Split, number and family, for example `"train-03-variable"`.
+        family: A key of `BUG_FAMILIES`.
+        comments: What each line should do, in words.
+        program: The lines, one of them with a bug.
+        reference: The lines that do what the comments say.
+        visible_test: The test that `run` tries.
+        visible_trace: What the reference leaves in `r` after each line, in the visible test.
+        hidden_tests: The tests behind the reward.
+    """
 
     id: str
     family: str
@@ -134,7 +145,8 @@ def _try_task(random: Random, family: str, num_lines: int, taken: set[tuple[str,
     tests = _draw_tests(random, reference)
     if not mutants or tests is None:
         return None
-    trace = [run_program(reference[: index + 1], tests[0]["inputs"]).value for index in range(len(reference))]
+    outcomes = (run_program(reference[: index + 1], tests[0]["inputs"]) for index in range(len(reference)))
+    trace = [outcome.value for outcome in outcomes if outcome.value is not None]
     program = random.choice(mutants)
     if passes(program, tests[:1]) or passes(program, tests[1:]):
         return None
@@ -230,6 +242,7 @@ def _replaced(line: str, choices: Callable[[str], Sequence[str]], first: int) ->
     ]
 
 
+# Each family lists the lines that differ from a right line by one bug of its kind.
 def _wrong_operator(line: str) -> list[str]:
     others = {"+": "-*", "-": "+*", "*": "+-", "/": "%*", "%": "/-"}
     return _replaced(line, lambda word: others.get(word, ""), 0)

@@ -15,19 +15,19 @@ END = "<end>"
 TOOLS = ("run", "edit", "submit")
 LINE_LABELS = tuple(f"L{number}" for number in range(1, MAX_LINES + 1))
 KEYWORDS = ("=", ":", "if", "while", "repeat")
-GOAL_WORDS = ("plus", "minus", "times", "over", "mod", "above", "below", "at", "most", "least", "until")
+COMMENT_WORDS = ("plus", "minus", "times", "over", "mod", "above", "below", "at", "most", "least", "until")
 OBSERVATION_WORDS = ("want", "got", "pass", "error", "zero", "huge", "limit")
 VOCABULARY = (
-    (PAD, ACT, END)
-    + TOOLS
-    + LINE_LABELS
-    + NAMES
-    + DIGITS
-    + OPERATORS
-    + COMPARISONS
-    + KEYWORDS
-    + GOAL_WORDS
-    + OBSERVATION_WORDS
+    *(PAD, ACT, END),
+    *TOOLS,
+    *LINE_LABELS,
+    *NAMES,
+    *DIGITS,
+    *OPERATORS,
+    *COMPARISONS,
+    *KEYWORDS,
+    *COMMENT_WORDS,
+    *OBSERVATION_WORDS,
 )
 
 

@@ -171,7 +171,7 @@ def _compare(arguments: argparse.Namespace, fit: Any) -> dict[str, Any]:
         "longest": longest,
         "peak_bytes": answer["peak_bytes"],
         "predicted_bytes": predicted,
-        "relative_error": predicted / answer["peak_bytes"] - 1,
+        "relative_error": round(predicted / answer["peak_bytes"] - 1, 6) + 0.0,
     }
 
 

@@ -37,6 +37,9 @@ def _draw_rates(axes: Any, report: dict[str, Any]) -> None:
         axes.plot([r["batch"] for r in rows], [r["first_order"] for r in rows], marker="o", label=f"{context:,}")
     axes.axhline(report["train_tokens_per_second"]["first_order"], color="grey", linestyle="--", label="training")
     axes.set(xscale="log", yscale="log", xlabel="decode batch", ylabel="tokens/s per GPU", title="Rates by context")
+    batches = sorted({row["batch"] for row in report["decode"]})
+    axes.set_xticks(batches, [str(batch) for batch in batches], minor=False)
+    axes.minorticks_off()
     axes.legend()
 
 
@@ -44,6 +47,7 @@ def _draw_hours(axes: Any, report: dict[str, Any]) -> None:
     cases = {"first order": report["iteration"]["first_order"], "counted": report["iteration"]["counted"]}
     cases |= {case["changes"].replace(",", "\n"): case for case in report["what_if"]}
     _stacked(axes, {name: case["gpu_hours"] for name, case in cases.items()})
+    axes.tick_params(axis="x", labelsize="small")
     axes.set(ylabel="GPU-hours per iteration", title="Where the GPU-hours go")
 
 

@@ -223,8 +223,9 @@ class CausalLMPolicy(nn.Module):
     def embedding(self) -> nn.Module | None:
         """The module that turns ids into vectors, where the model says which it is."""
         get = getattr(self.model, "get_input_embeddings", None)
-        embeddings = [module for module in self.model.modules() if isinstance(module, nn.Embedding)]
-        return get() if get is not None else next(iter(embeddings), None)
+        if get is not None:
+            return get()
+        return next((module for module in self.model.modules() if isinstance(module, nn.Embedding)), None)
 
     @contextmanager
     def reference_attention(self) -> Iterator[None]:
@@ -250,10 +251,12 @@ class CausalLMPolicy(nn.Module):
                 self.isolation = measure_isolation(self, layout=self.layout)
                 reason = None if self.isolation.ok else self.isolation.message
             except (TypeError, AttributeError, LookupError, ValueError, RuntimeError) as error:
-                if attention == "padded" or isinstance(error, torch.OutOfMemoryError):
+                if isinstance(error, torch.OutOfMemoryError):
                     raise
                 where = raising_module(error, self.model)
                 reason = f"{type(error).__name__}{'' if where is None else f' in {where}'}: {error}"
+                if attention == "padded":
+                    raise RuntimeError(f"{type(self.model).__name__} does not run on padded rows: {reason}") from error
             finally:
                 self._attention = None
         if reason is not None:

@@ -113,9 +113,8 @@ def measure_isolation(policy: Isolated, *, layout: Layout, tolerance: float | No
     probe = make_probe(policy, layout, seed=seed, device=device)
     others = probe.batch.scored_segments != CHANGED
     together = _run(policy, probe.batch, others)
-    replaced = _run(policy, probe.changed, others).log_probs
-    later = _run(policy, probe.future, others).log_probs
-    padded = _run(policy, probe.padded, others).log_probs
+    with torch.no_grad():
+        replaced, later, padded = (policy(x).log_probs for x in (probe.changed, probe.future, probe.padded))
     runs = [_run_alone(policy, batch) for batch in probe.alone]
     alone = torch.cat([run.log_probs for run in runs])
     largest = max((float(run.gradient.abs().max()) for run in runs if run.gradient.numel()), default=0.0)
@@ -134,17 +133,20 @@ def measure_isolation(policy: Isolated, *, layout: Layout, tolerance: float | No
 def probing_mode(policy: Any) -> Iterator[None]:
     """Within it, the model is in training mode where that is deterministic, else in evaluation mode, with a warning.
 
-    What is probed should be what is trained, and the fast paths of some layers depend on the mode. Flags and random
-    state are restored.
+    What is probed should be what is trained, and the fast paths of some layers depend on the mode. Recomputation of
+    layers is off, because gradients are asked for at single tensors. Flags and random state are restored.
 
     Args:
         policy: The policy to be probed, set to padded rows.
     """
     flags = {module: module.training for module in policy.modules()}
+    recomputed = [module for module in policy.modules() if getattr(module, "gradient_checkpointing", False) is True]
     device = device_of(policy.model)
     with torch.inference_mode(False), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         try:
             policy.train()
+            for module in recomputed:
+                module.gradient_checkpointing = False
             random = _random_module(policy)
             if random is not None:
                 rank_zero_warn(
@@ -156,6 +158,8 @@ def probing_mode(policy: Any) -> Iterator[None]:
         finally:
             for module, flag in flags.items():
                 module.training = flag
+            for module in recomputed:
+                module.gradient_checkpointing = True
 
 
 def _random_module(policy: Any) -> str | None:

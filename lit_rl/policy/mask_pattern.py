@@ -10,13 +10,20 @@ from transformers import masking_utils
 
 from lit_rl.policy.attention_kernels import AttentionPattern
 
-# The code of the pieces that transformers puts its mask functions together from: `None` arguments suffice for that.
+
+def _code_of(name: str, *arguments: Any) -> Any:
+    """The code of the mask function that a factory makes; `None` in releases of transformers that lack it."""
+    factory = getattr(masking_utils, name, None)
+    return None if factory is None else factory(*arguments).__code__
+
+
+# The pieces that transformers puts its mask functions together from; their code does not depend on the arguments.
 _CAUSAL = masking_utils.causal_mask_function.__code__
-_SLIDING = masking_utils.sliding_window_overlay(None).__code__  # type: ignore[arg-type, attr-defined]
-_CHUNKED = masking_utils.chunked_overlay(None, None).__code__  # type: ignore[arg-type, attr-defined]
-_BOTH = masking_utils.and_masks().__code__  # type: ignore[attr-defined]
-_REMAPPED = masking_utils.remap_positions_for_packed_sequence(None, None).__code__  # type: ignore[arg-type, attr-defined]
-_SAME_SEGMENT = masking_utils.packed_sequence_mask_function(None).__code__  # type: ignore[arg-type, attr-defined]
+_SLIDING = _code_of("sliding_window_overlay", None)
+_CHUNKED = _code_of("chunked_overlay", None, None)
+_BOTH = _code_of("and_masks")
+_REMAPPED = _code_of("remap_positions_for_packed_sequence", None, None)
+_SAME_SEGMENT = _code_of("packed_sequence_mask_function", None)
 
 
 def read_pattern(mask_function: Callable[..., Any]) -> AttentionPattern | None:
@@ -45,7 +52,7 @@ def _collect(function: Callable[..., Any], parts: dict[str, int]) -> bool:
     if code is _CAUSAL:
         parts["causal"] = 1
         return True
-    if code not in (_SLIDING, _CHUNKED, _BOTH, _REMAPPED, _SAME_SEGMENT):
+    if code is None or code not in (_SLIDING, _CHUNKED, _BOTH, _REMAPPED, _SAME_SEGMENT):
         return False
     cells = inspect.getclosurevars(function).nonlocals
     if code is _BOTH:

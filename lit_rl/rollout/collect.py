@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -28,7 +29,8 @@ class Rollouts:
     Each iteration draws `tasks_per_iteration` tasks and attempts each `group_size` times. All open episodes of a
     process act together: their contexts go to the engine as one batch, what was sampled is appended id by id with its
     log-probability, the environments answer, and the next turn begins. With several processes, whole groups are
-    dealt out in turn, and every process gets all trajectories in the same order.
+    dealt out in turn, and every process gets all trajectories in the same order. The default engine reads each context
+    again in every turn; for long episodes, an `engine` with a prefix cache saves that.
 
     All randomness of sampling is a function of (seed, iteration, task, attempt, turn): trajectories do not depend on
     the number of processes or on batch sizes, and a checkpoint needs no generator.
@@ -126,6 +128,7 @@ class Rollouts:
         self.task_sampler = TaskSampler(list(self.task_index), seed=seed) if task_sampler is None else task_sampler
         self.dynamic_sampling = dynamic_sampling
         self._statistics = RolloutStatistics()
+        self._warned = False
 
     @property
     def last_statistics(self) -> dict[str, float]:
@@ -182,6 +185,8 @@ class Rollouts:
             trajectories += found
             statistics += self._statistics
         self._statistics = statistics
+        if rank == 0:
+            self._warn_if_all_cut(trajectories)
         return trajectories
 
     def collect_tasks(
@@ -242,6 +247,20 @@ class Rollouts:
             yield self.task_sampler.sample(self.tasks_per_iteration, iteration=iteration)
         else:
             yield from self.dynamic_sampling.rounds(self.task_sampler, self.tasks_per_iteration, iteration=iteration)
+
+    def _warn_if_all_cut(self, trajectories: Sequence[Trajectory]) -> None:
+        """Once: without it, loss, gradient and reward of 0 look like a broken trainer."""
+        rewards = {trajectory.reward for trajectory in trajectories}
+        if self._warned or len(rewards) > 1 or not all(trajectory.truncated for trajectory in trajectories):
+            return
+        self._warned = True
+        stops = Counter(trajectory.info["stop"] for trajectory in trajectories)
+        warnings.warn(
+            f"all {len(trajectories)} trajectories were cut by a limit and have the reward {rewards.pop()}, so there is "
+            f"nothing to learn from: {', '.join(f'{count} by {stop}' for stop, count in stops.items())} "
+            f"({self.limits}); raise that limit, or check that `end_ids` are what the policy ends with",
+            stacklevel=3,
+        )
 
     def _task(self, entry: str | Mapping[str, Any]) -> Mapping[str, Any]:
         if not isinstance(entry, str):

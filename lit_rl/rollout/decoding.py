@@ -62,19 +62,19 @@ class CachedDecoder:
         if len(distinct) < len(prompts):
             rows = torch.tensor(copies, device=self.device)
             self.keep(rows)
-            hidden = hidden.index_select(0, rows)
+            hidden = hidden.index_select(0, rows.to(hidden.device))
         return hidden
 
     def advance(self, token_ids: Tensor) -> Tensor:
         """Appends one token per row; see `Decoder.advance`."""
-        positions = self.positions[:, None]
         self.column += 1
-        hidden = self._forward(token_ids[:, None], positions)
+        hidden = self._forward(token_ids[:, None].to(self.device), self.positions[:, None])
         self.positions = self.positions + 1
         return hidden
 
     def keep(self, rows: Tensor) -> None:
         """Selects rows (also repeatedly) of the cache; see `Decoder.keep`."""
+        rows = rows.to(self.device)
         self.cache.reorder_cache(rows)
         self.mask = self.mask.index_select(0, rows)
         self.positions = self.positions.index_select(0, rows)
@@ -122,13 +122,14 @@ class PrefixDecoder:
 
     def advance(self, token_ids: Tensor) -> Tensor:
         """Appends one token per row; see `Decoder.advance`."""
-        self.ids.scatter_(1, self.lengths[:, None], token_ids[:, None])
+        self.ids.scatter_(1, self.lengths[:, None], token_ids[:, None].to(self.device))
         self.lengths = self.lengths + 1
         self.width += 1
         return self._forward()
 
     def keep(self, rows: Tensor) -> None:
         """Drops rows; see `Decoder.keep`."""
+        rows = rows.to(self.device)
         self.ids = self.ids.index_select(0, rows)
         self.lengths = self.lengths.index_select(0, rows)
         self.width = int(self.lengths.max())
@@ -146,7 +147,7 @@ class PrefixDecoder:
         else:
             output = self.network(ids, positions, **options)
         hidden = getattr(output, "last_hidden_state", output)
-        last = (self.lengths - 1)[:, None, None].expand(-1, 1, hidden.shape[-1])
+        last = (self.lengths - 1).to(hidden.device)[:, None, None].expand(-1, 1, hidden.shape[-1])
         return hidden.gather(1, last).squeeze(1)
 
 

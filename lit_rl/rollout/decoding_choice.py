@@ -62,14 +62,15 @@ def make_decoder(policy: CausalLMPolicy, decoding: Decoding) -> Decoder:
     Returns:
         A fresh decoder.
     """
-    network = _network(policy)
+    network = network_of(policy)
     cache_argument = None if decoding == "prefix" else _cache_argument(network)
     if cache_argument is None:
         return PrefixDecoder(network)
     return CachedDecoder(network, cache_argument)
 
 
-def _network(policy: CausalLMPolicy) -> nn.Module:
+def network_of(policy: CausalLMPolicy) -> nn.Module:
+    """What computes the hidden states of a policy."""
     from lit_rl.policy.backbone import backbone_of
 
     return backbone_of(policy.model)
@@ -86,7 +87,7 @@ def _cache_argument(network: nn.Module) -> str | None:
 
 
 def _measure(policy: CausalLMPolicy) -> Decoding:
-    if _cache_argument(_network(policy)) is None:
+    if _cache_argument(network_of(policy)) is None:
         return "prefix"
     reasons = []
     for decoding, lengths in _PROMPT_LENGTHS.items():
@@ -132,14 +133,23 @@ def _difference(policy: CausalLMPolicy, decoding: Decoding, lengths: Sequence[in
         if step == 0:  # the first row leaves
             rows, prompts = rows[1:], prompts[1:]
             decoder.keep(torch.arange(1, len(rows) + 1, device=found[0].device))
-    reference = torch.cat(wanted).double()
-    error = (torch.cat(found).double() - reference).abs().median() / reference.abs().median().clamp(min=1e-30)
-    return float(error), _TOLERANCE.get(wanted[0].dtype, 1e-3)
+    reference = torch.cat(wanted).cpu().double()
+    error = (torch.cat(found).cpu().double() - reference).abs().median() / reference.abs().median().clamp(min=1e-30)
+    return float(error), _rounding(network_of(policy))
+
+
+def _rounding(network: nn.Module) -> float:
+    """What the least precise number in the computation explains: a parameter's, or autocast's."""
+    used = {parameter.dtype for parameter in network.parameters()}
+    device = next(network.parameters()).device.type
+    if torch.is_autocast_enabled(device):
+        used.add(torch.get_autocast_dtype(device))
+    return max(_TOLERANCE.get(dtype, 0.0) for dtype in used)
 
 
 def _alone(policy: CausalLMPolicy, prompts: Sequence[Sequence[int]]) -> Tensor:
     """[prompts, D]: the last hidden state of each prompt, run by itself without a cache."""
-    network = _network(policy)
+    network = network_of(policy)
     return torch.cat([PrefixDecoder(network).start([prompt], 0) for prompt in prompts])
 
 

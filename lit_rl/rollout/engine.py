@@ -164,14 +164,16 @@ class TransformersEngine:
         longest = max(limits)
         decoder = make_decoder(self.policy, choose_decoding(self.policy))
         hidden = decoder.start(prompts, longest)
-        device = hidden.device
+        # Apple's GPUs know no float64, so there the tokens are drawn on the CPU.
+        device = torch.device("cpu") if hidden.device.type == "mps" else hidden.device
         uniform = uniforms(seeds, longest).to(device)
         limit = torch.tensor(limits, device=device)
         end_ids = torch.tensor(self.end_ids, dtype=torch.int64, device=device)
         open_rows = torch.arange(len(prompts), device=device)
         record = _Record(len(prompts), longest, device)
         for step in range(longest):
-            ids, log_probs = sample_tokens(self.policy.head.logits(hidden), temperature, uniform[step, open_rows])
+            logits = self.policy.head.logits(hidden).to(device)
+            ids, log_probs = sample_tokens(logits, temperature, uniform[step, open_rows])
             record.append(step, open_rows, ids, log_probs)
             if self.on_tokens is not None:
                 self.on_tokens(ids.numel())

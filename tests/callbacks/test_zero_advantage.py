@@ -126,6 +126,19 @@ def test_an_own_loader_is_counted_by_trajectory() -> None:
     assert metrics == pytest.approx({f"zero_advantage/{name}": value for name, value in expected.items()})
 
 
+def test_an_own_loader_is_counted_anew_in_every_epoch() -> None:
+    class Module(StubModule):
+        def train_dataloader(self) -> Any:
+            advantage = float(self.trainer.current_epoch)  # 0 in the first epoch, 1 in the second
+            return loader([collate([attempt(1.0)], advantages=[advantage])])
+
+    monitor = ZeroAdvantageMonitor()
+    trainer = quiet_trainer(max_epochs=2, callbacks=[monitor], reload_dataloaders_every_n_epochs=1)
+    trainer.fit(Module())
+    assert trainer.callback_metrics["zero_advantage/trajectories"].item() == 0.0
+    assert monitor.episodes_wasted == 1
+
+
 def test_bad_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="`share`"):
         ZeroAdvantageMonitor(share=1.5)

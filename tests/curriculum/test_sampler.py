@@ -150,6 +150,17 @@ def test_an_empty_pool_never_hangs_or_comes_back_empty(refill: str, rewards: lis
     assert {task_id for drawn in draws for task_id in drawn} == set(IDS)  # uniform fall-back reaches all of them
 
 
+def test_a_warning_is_not_repeated_after_a_restart() -> None:
+    sampler = solved(TaskSampler(IDS, rule=Interval()), IDS)
+    with pytest.warns(UserWarning, match="0 of 20"):
+        sampler.sample(8)
+    restarted = TaskSampler(IDS, rule=Interval())
+    restarted.load_state_dict(sampler.state_dict())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        restarted.sample(8)
+
+
 def test_the_floor_tops_up_a_small_pool() -> None:
     sampler = solved(TaskSampler(IDS, rule=Interval(), revisit=0, floor=5), IDS[:18])
     with pytest.warns(UserWarning, match="2 of 20 tasks"):

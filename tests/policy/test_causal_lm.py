@@ -260,6 +260,15 @@ def test_the_probe_leaves_the_model_as_it_was() -> None:
             assert attention_name(model) == attention
 
 
+def test_the_layout_is_settled_while_layers_are_recomputed() -> None:
+    model = tiny_policy_model("qwen3")
+    policy = CausalLMPolicy(model)
+    policy.gradient_checkpointing_enable({"use_reentrant": True})
+    policy.train()
+    assert policy.attention == "segments"
+    assert model.model.layers[0].gradient_checkpointing
+
+
 def test_the_layout_is_settled_in_inference_mode_too() -> None:
     policy = CausalLMPolicy(tiny_policy_model("qwen3"))
     with torch.inference_mode():

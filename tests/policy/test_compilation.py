@@ -22,7 +22,7 @@ def rows_of_64(count: int) -> list[PackedBatch]:
 
 def test_the_number_of_segments_compiles_nothing_anew() -> None:
     batches = rows_of_64(20)
-    model = tiny_policy_model("qwen3")
+    model = tiny_policy_model("qwen3", num_hidden_layers=1)
     policy = CausalLMPolicy(model, layout="packed")
     with torch.no_grad():
         expected = [policy(batch).log_probs for batch in batches]

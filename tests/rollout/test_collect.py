@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any
@@ -219,6 +220,16 @@ def test_statistics_count_every_token() -> None:
     assert found["truncated_episodes"] == sum(t.truncated for t in trajectories)
     assert 0 < found["generation_seconds"] <= found["seconds"]
     assert found["tokens_per_second"] == found["generated_tokens"] / found["seconds"]
+
+
+def test_one_warning_when_everything_is_cut() -> None:
+    made = source(engine=ScriptedEngine([5, 6, 7], truncated=True), max_turns=1)
+    with pytest.warns(UserWarning, match=r"all 12 trajectories were cut .* reward 0.0.* 12 by max_turns .*max_turns=1"):
+        collect(made)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        collect(made, iteration=1)
+        collect(source(OneToken, engine=ScriptedEngine([5])))
 
 
 def test_a_progress_bar_counts_finished_episodes(capsys: pytest.CaptureFixture[str]) -> None:
