@@ -59,7 +59,7 @@ class SegmentCost:
         tokens = np.asarray(lengths, dtype=np.float64)
         return tokens * (self.linear + self.quadratic * tokens)
 
-    def __call__(self, lengths: Sequence[int]) -> float:
+    def __call__(self, lengths: Sequence[int] | npt.NDArray[Any]) -> float:
         """Cost of a microbatch.
 
         Args:

@@ -42,13 +42,15 @@ def partition_steps(count: int, num_steps: int, *, groups: Groups | None = None,
         [[0, 1, 2, 4], [3, 5]]
     """
     num_steps = as_count(num_steps, "num_steps")
-    ids = range(count) if groups is None else group_ids(groups, count)
-    units: dict[Hashable, list[int]] = {}
-    for index, group in enumerate(ids):
-        units.setdefault(group, []).append(index)
-    members = list(units.values())
-    order = seeded_generator(seed, "steps").permutation(len(members))
-    return [sorted(i for unit in part.tolist() for i in members[unit]) for part in np.array_split(order, num_steps)]
+    generator = seeded_generator(seed, "steps")
+    if groups is None:
+        return [np.sort(part).tolist() for part in np.array_split(generator.permutation(count), num_steps)]
+    members: dict[Hashable, list[int]] = {}
+    for index, group in enumerate(group_ids(groups, count)):
+        members.setdefault(group, []).append(index)
+    units = list(members.values())
+    parts = np.array_split(generator.permutation(len(units)), num_steps)
+    return [sorted(index for unit in part.tolist() for index in units[unit]) for part in parts]
 
 
 def seeded_generator(seed: Seed, use: Literal["steps", "order"]) -> np.random.Generator:

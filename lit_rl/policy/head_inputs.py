@@ -26,7 +26,7 @@ def check_number(name: str, value: float, *, optional: bool = False) -> None:
         return
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"`{name}` must be a positive number, got {type(value).__name__}.")
-    if not (value > 0 and math.isfinite(value)):
+    if not 0 < value < math.inf:
         raise ValueError(f"`{name}` must be a positive number, got {value}.")
 
 

@@ -6,7 +6,7 @@ Then one segment's tokens are replaced, and each segment is run alone by the att
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +16,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from lit_rl.data.batch import Layout, PackedBatch
-from lit_rl.policy.probe import CHANGED, LENGTHS, Isolated, Probe, device_of, make_probe, positions_of
+from lit_rl.policy.probe import LENGTHS, Isolated, Probe, device_of, make_probe, positions_of
 from lit_rl.policy.probing import first_changed_module
 
 # Largest difference in nats that rounding explains when one trajectory is computed in two shapes.
@@ -96,7 +96,14 @@ class Isolation:
         )
 
 
-def measure_isolation(policy: Isolated, *, layout: Layout, tolerance: float | None = None, seed: int = 0) -> Isolation:
+def measure_isolation(
+    policy: Isolated,
+    *,
+    layout: Layout,
+    tolerance: float | None = None,
+    seed: int = 0,
+    lengths: Sequence[int] = LENGTHS,
+) -> Isolation:
     """Runs the probe, within `probing_mode`; no parameter gets a gradient.
 
     Args:
@@ -104,14 +111,15 @@ def measure_isolation(policy: Isolated, *, layout: Layout, tolerance: float | No
         layout: How the probe's segments are laid out.
         tolerance: Nats that are put down to rounding; `None` chooses by the precision of the model.
         seed: Of the random tokens.
+        lengths: Tokens of the probe's segments.
 
     Returns:
         What was measured.
     """
     device = device_of(policy.model)
     allowed = rounding(policy.model, device) if tolerance is None else tolerance
-    probe = make_probe(policy, layout, seed=seed, device=device)
-    others = probe.batch.scored_segments != CHANGED
+    probe = make_probe(policy, layout, seed=seed, device=device, lengths=lengths)
+    others = probe.batch.scored_segments != probe.replaced
     together = _run(policy, probe.batch, others)
     with torch.no_grad():
         replaced, later, padded = (policy(x).log_probs for x in (probe.changed, probe.future, probe.padded))
@@ -120,7 +128,7 @@ def measure_isolation(policy: Isolated, *, layout: Layout, tolerance: float | No
     largest = max((float(run.gradient.abs().max()) for run in runs if run.gradient.numel()), default=0.0)
     result = Isolation(
         changed=_distance(together.log_probs[others], replaced[others]),
-        gradient=_leaked_gradient(together, probe.batch, largest),
+        gradient=_leaked_gradient(together, probe, largest),
         future=_distance(together.log_probs[probe.early], later[probe.early]),
         alone=_distance(together.log_probs, alone),
         padded=_distance(padded, alone),
@@ -164,7 +172,7 @@ def probing_mode(policy: Any) -> Iterator[None]:
 
 def _random_module(policy: Any) -> str | None:
     """The first module that does not repeat itself on one row of one segment."""
-    batch = make_probe(policy, "padded", seed=0, device=device_of(policy.model)).alone[CHANGED]
+    batch = make_probe(policy, "padded", seed=0, device=device_of(policy.model)).alone[0]
     positions = list(range(batch.num_tokens))
     with torch.no_grad():
         return first_changed_module(policy, policy.model, (batch, positions), (batch, positions))
@@ -211,20 +219,19 @@ def _captured_embeddings(embedding: nn.Module | None, captured: list[Tensor]) ->
         handle.remove()
 
 
-def _leaked_gradient(run: _Run, batch: PackedBatch, scale: float) -> float:
+def _leaked_gradient(run: _Run, probe: Probe, scale: float) -> float:
     """Gradient at the replaced segment's tokens, which no counted log-probability may depend on."""
     if run.gradient.numel() == 0 or scale == 0.0:
         return 0.0
-    start, length = (int(x[CHANGED]) for x in (batch.segment_starts, batch.segment_lengths))
-    return float(run.gradient[start : start + length].abs().max()) / scale
+    return float(run.gradient[positions_of(probe.batch, [probe.replaced])].abs().max()) / scale
 
 
 def _culprit(result: Isolation, policy: Isolated, probe: Probe) -> str | None:
     """Runs the two batches that disagree once more, looking into the model."""
-    batch, segments = probe.batch, range(len(LENGTHS))
-    last = len(LENGTHS) - 1
+    batch, segments = probe.batch, range(len(probe.alone))
+    last = len(probe.alone) - 1
     if result.leaks:
-        others = [segment for segment in segments if segment != CHANGED]
+        others = [segment for segment in segments if segment != probe.replaced]
         first, second = (batch, positions_of(batch, others)), (probe.changed, positions_of(batch, others))
     elif not result.is_causal:
         early = [p for s in segments for p in positions_of(batch, [s])[:-1]]

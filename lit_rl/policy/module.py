@@ -221,7 +221,7 @@ class PolicyModule(LightningModule):
         self.log_dict(with_prefix("train", known), on_step=True, on_epoch=False, batch_size=1)
 
     @override
-    def on_train_epoch_start(self) -> None:
+    def on_train_epoch_end(self) -> None:
         statistics = getattr(getattr(self.trainer, "datamodule", None), "rollout_statistics", None)
         if statistics:
             self.log_dict(

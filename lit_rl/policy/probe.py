@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,8 +13,8 @@ from lit_rl.data.batch import Layout, PackedBatch, collate
 from lit_rl.policy.head import LogProbHead
 from lit_rl.trajectory import Trajectory
 
+# One of a single token, all of them short enough for any table of positions.
 LENGTHS = (3, 1, 4, 2)
-CHANGED = 2  # The segment that is replaced: it has neighbours on both sides.
 
 
 class Isolated(Protocol):
@@ -38,11 +39,12 @@ class Probe:
 
     Args:
         batch: In the layout in question.
-        changed: The same with every token of segment `CHANGED` replaced.
+        changed: The same with every token of one segment replaced.
         future: The same with the last token of every segment replaced.
         padded: In rows of one, padded on the right.
         alone: Each segment in a microbatch of its own, without padding.
         early: bool [M] the scored tokens that are not the last of their segment.
+        replaced: Which segment `changed` replaces: one with neighbours on both sides.
     """
 
     batch: PackedBatch
@@ -51,6 +53,7 @@ class Probe:
     padded: PackedBatch
     alone: list[PackedBatch]
     early: Tensor
+    replaced: int
 
 
 def positions_of(batch: PackedBatch, segments: list[int]) -> list[int]:
@@ -59,7 +62,9 @@ def positions_of(batch: PackedBatch, segments: list[int]) -> list[int]:
     return [p for s in segments for p in range(starts[s], starts[s] + lengths[s])]
 
 
-def make_probe(policy: Isolated, layout: Layout, *, seed: int, device: torch.device) -> Probe:
+def make_probe(
+    policy: Isolated, layout: Layout, *, seed: int, device: torch.device, lengths: Sequence[int] = LENGTHS
+) -> Probe:
     """Draws the segments and arranges them.
 
     Args:
@@ -67,19 +72,26 @@ def make_probe(policy: Isolated, layout: Layout, *, seed: int, device: torch.dev
         layout: How the microbatch in question is laid out.
         seed: Of the random tokens.
         device: Where the batches go.
+        lengths: Tokens of each segment; at least two segments, two of which have at least 2 tokens.
+
+    Raises:
+        ValueError: `lengths` has too little in it to be measured.
     """
+    if sum(length >= 2 for length in lengths) < 2 or min(lengths) < 1:
+        raise ValueError(f"`lengths` needs two segments of at least 2 tokens and none without any, got {list(lengths)}")
     generator = torch.Generator().manual_seed(seed)
     vocabulary = vocabulary_of(policy)
-    lengths = list(LENGTHS)
-    sizes = {size for parameter in policy.model.parameters() for size in parameter.shape}
-    while sum(lengths) in sizes:  # A row as long as a feature is wide could not be told from it.
-        lengths[CHANGED] += 1
-    ids = [torch.randint(vocabulary, (length,), generator=generator) for length in lengths]
+    sizes = [*lengths]
+    middle = len(sizes) // 2
+    widths = {size for parameter in policy.model.parameters() for size in parameter.shape}
+    while sum(sizes) in widths:  # A row as long as a feature is wide could not be told from it.
+        sizes[middle] += 1
+    ids = [torch.randint(vocabulary, (size,), generator=generator) for size in sizes]
     # Adding 1 to vocabulary - 1 replaces a token by any other one.
-    shifts = [torch.randint(1, vocabulary, (length,), generator=generator) for length in lengths]
-    last = [(torch.arange(length) == length - 1).long() for length in lengths]
+    shifts = [torch.randint(1, vocabulary, (size,), generator=generator) for size in sizes]
+    last = [(torch.arange(size) == size - 1).long() for size in sizes]
     same = [_trajectory(x) for x in ids]
-    changed = [_trajectory((x + shifts[i] * (i == CHANGED)) % vocabulary) for i, x in enumerate(ids)]
+    changed = [_trajectory((x + shifts[i] * (i == middle)) % vocabulary) for i, x in enumerate(ids)]
     future = [_trajectory((x + shift * end) % vocabulary) for x, shift, end in zip(ids, shifts, last, strict=True)]
     return Probe(
         batch=collate(same, layout=layout).to(device),
@@ -88,6 +100,7 @@ def make_probe(policy: Isolated, layout: Layout, *, seed: int, device: torch.dev
         padded=collate(same, layout="padded").to(device),
         alone=[collate([trajectory], layout="padded").to(device) for trajectory in same],
         early=torch.cat([end[1:] == 0 for end in last]).to(device),
+        replaced=middle,
     )
 
 
@@ -98,8 +111,10 @@ def _trajectory(ids: Tensor) -> Trajectory:
 def vocabulary_of(policy: Isolated) -> int:
     """How many token ids the policy both reads and gives a probability."""
     config = getattr(policy.model, "config", None)
-    read = getattr(policy.embedding(), "num_embeddings", None) or getattr(config, "vocab_size", None) or 2
-    return max(2, min(int(read), policy.head.vocab_size or int(read)))
+    layer: Any = policy.head.output_layer
+    rows = getattr(layer, "out_features", None) or getattr(layer, "num_embeddings", None)
+    read = getattr(policy.embedding(), "num_embeddings", None) or getattr(config, "vocab_size", None)
+    return max(2, min(int(size) for size in (rows, read, policy.head.vocab_size, 2**31) if size))
 
 
 def device_of(model: nn.Module) -> torch.device:

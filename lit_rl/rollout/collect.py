@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,7 +13,7 @@ from lit_rl.rollout.engine import Engine, TransformersEngine
 from lit_rl.rollout.environment import Environment
 from lit_rl.rollout.episode import Episode, Limits
 from lit_rl.rollout.gather import RolloutStatistics, Share, check_place, gather_shares
-from lit_rl.rollout.play import Progress, play_episodes
+from lit_rl.rollout.play import Progress, play_episodes, warn_if_all_cut
 from lit_rl.rollout.tasks import Attempt, index_tasks, plan_attempts
 from lit_rl.rollout.validation import check_end_ids, check_integer, check_temperature
 from lit_rl.trajectory import Trajectory
@@ -185,8 +184,8 @@ class Rollouts:
             trajectories += found
             statistics += self._statistics
         self._statistics = statistics
-        if rank == 0:
-            self._warn_if_all_cut(trajectories)
+        if rank == 0 and not self._warned:
+            self._warned = warn_if_all_cut(trajectories, self._limits(policy))
         return trajectories
 
     def collect_tasks(
@@ -247,20 +246,6 @@ class Rollouts:
             yield self.task_sampler.sample(self.tasks_per_iteration, iteration=iteration)
         else:
             yield from self.dynamic_sampling.rounds(self.task_sampler, self.tasks_per_iteration, iteration=iteration)
-
-    def _warn_if_all_cut(self, trajectories: Sequence[Trajectory]) -> None:
-        """Once: without it, loss, gradient and reward of 0 look like a broken trainer."""
-        rewards = {trajectory.reward for trajectory in trajectories}
-        if self._warned or len(rewards) > 1 or not all(trajectory.truncated for trajectory in trajectories):
-            return
-        self._warned = True
-        stops = Counter(trajectory.info["stop"] for trajectory in trajectories)
-        warnings.warn(
-            f"all {len(trajectories)} trajectories were cut by a limit and have the reward {rewards.pop()}, so there is "
-            f"nothing to learn from: {', '.join(f'{count} by {stop}' for stop, count in stops.items())} "
-            f"({self.limits}); raise that limit, or check that `end_ids` are what the policy ends with",
-            stacklevel=3,
-        )
 
     def _task(self, entry: str | Mapping[str, Any]) -> Mapping[str, Any]:
         if not isinstance(entry, str):

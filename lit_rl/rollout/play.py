@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,8 +14,9 @@ from tqdm.auto import tqdm
 
 from lit_rl.rollout.engine import Completion, Engine
 from lit_rl.rollout.environment import Environment, Turn
-from lit_rl.rollout.episode import Episode
+from lit_rl.rollout.episode import Episode, Limits
 from lit_rl.rollout.gather import RolloutStatistics
+from lit_rl.trajectory import Trajectory
 
 _REFRESH_SECONDS = 0.5
 
@@ -93,6 +95,29 @@ def play_episodes(
             for episode in episodes:
                 episode.abandon()
     return _statistics(episodes, seconds, time.perf_counter() - started)
+
+
+def warn_if_all_cut(trajectories: Sequence[Trajectory], limits: Limits) -> bool:
+    """Warns when limits cut every episode before it earned anything: it looks like a trainer that does nothing.
+
+    Args:
+        trajectories: Of one iteration, as `Episode.record` describes them.
+        limits: That were in force.
+
+    Returns:
+        Whether there was a warning.
+    """
+    rewards = {trajectory.reward for trajectory in trajectories}
+    if len(rewards) != 1 or not all(trajectory.truncated for trajectory in trajectories):
+        return False
+    stops = Counter(trajectory.info["stop"] for trajectory in trajectories)
+    reasons = ", ".join(f"{count} by {stop}={getattr(limits, stop)}" for stop, count in stops.items())
+    warnings.warn(
+        f"all {len(trajectories)} trajectories were cut by a limit ({reasons}) and have the reward {rewards.pop()}, so "
+        "there is nothing to learn from; raise the limit, or check that `end_ids` are what the policy ends with",
+        stacklevel=3,
+    )
+    return True
 
 
 def _generate(engine: Engine, episodes: Sequence[Episode], temperature: float) -> list[Completion]:

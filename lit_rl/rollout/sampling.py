@@ -78,9 +78,8 @@ def sample_tokens(logits: Tensor, temperature: float, uniform: Tensor) -> tuple[
     """
     log_probs = torch.log_softmax(logits / temperature, dim=-1)
     cumulative = log_probs.double().exp().cumsum(dim=-1)
-    total = cumulative[:, -1:]
-    # Rounding may lift `uniform * total` to the total itself, which no entry exceeds.
-    target = torch.minimum(uniform[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
+    # Below the total even after rounding, as `uniform` is at most 1 - 2**-53: an entry above the target exists.
+    target = uniform[:, None] * cumulative[:, -1:]
     # Clamped for NaN only, which the caller reports: an index out of range would end the process on a GPU.
     ids = torch.searchsorted(cumulative, target, right=True).clamp(max=logits.shape[-1] - 1)
     return ids.squeeze(-1), log_probs.gather(-1, ids).squeeze(-1)

@@ -118,6 +118,28 @@ def test_a_bare_model_is_left_as_it_was() -> None:
         assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
 
 
+def test_longer_segments_can_be_asked_for() -> None:
+    class Forgetful(CausalLMPolicy):
+        """Loses its windows, which are 4 tokens wide, when packed."""
+
+        def hidden_states(self, batch: PackedBatch) -> Tensor:
+            if batch.layout != "packed":
+                return super().hidden_states(batch)
+            self.model.config.sliding_window = 100
+            try:
+                return super().hidden_states(batch)
+            finally:
+                self.model.config.sliding_window = 4
+
+    policy = Forgetful(tiny_policy_model("mistral"), layout="packed")
+    assert check_packing(policy).ok
+    verdict = check_packing(policy, lengths=(6, 9, 2))
+    assert not verdict.ok
+    assert "differ from the trajectories alone" in verdict.message
+    with pytest.raises(ValueError, match=r"two segments of at least 2 tokens.*\[5, 1\]"):
+        check_packing(policy, lengths=(5, 1))
+
+
 def test_the_tolerance_can_be_set() -> None:
     assert not check_packing(CausalLMPolicy(tiny_policy_model("qwen3")), tolerance=0.0).ok
     with pytest.raises(TypeError, match="got str"):

@@ -25,12 +25,28 @@ def launch(module: str, arguments: Sequence[str], *, processes: int, timeout: fl
     Raises:
         GroupFailed: One of them failed, or the time was up; nothing is left running.
     """
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=0"]
-    command += [f"--nproc-per-node={processes}", "--module", module, *arguments]
+    group = ["-m", "torch.distributed.run", "--standalone", "--max-restarts=0", f"--nproc-per-node={processes}"]
+    return run([*group, "--module", module, *arguments], timeout=timeout)
+
+
+def run(arguments: Sequence[str], *, folder: Path = ROOT, timeout: float = 240.0) -> str:
+    """Runs this Python in a process group of its own.
+
+    Args:
+        arguments: What follows the interpreter.
+        folder: Where it runs.
+        timeout: Seconds after which everything it started is killed.
+
+    Returns:
+        What was printed.
+
+    Raises:
+        GroupFailed: It failed, or the time was up; nothing is left running.
+    """
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"}
     group = subprocess.Popen(
-        command,
-        cwd=ROOT,
+        [sys.executable, *arguments],
+        cwd=folder,
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -224,7 +224,7 @@ def test_statistics_count_every_token() -> None:
 
 def test_one_warning_when_everything_is_cut() -> None:
     made = source(engine=ScriptedEngine([5, 6, 7], truncated=True), max_turns=1)
-    with pytest.warns(UserWarning, match=r"all 12 trajectories were cut .* reward 0.0.* 12 by max_turns .*max_turns=1"):
+    with pytest.warns(UserWarning, match=r"all 12 trajectories were cut by a limit \(12 by max_turns=1\) .* 0.0"):
         collect(made)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

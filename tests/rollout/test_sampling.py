@@ -49,6 +49,16 @@ def test_a_token_of_probability_zero_is_never_sampled(uniform: float) -> None:
     assert (ids.tolist(), log_probs.tolist()) == ([1], [0.0])
 
 
+@given(st.integers(0, 2**32), st.integers(2, 300), st.sampled_from([0.05, 1.0, 20.0]))
+@settings(max_examples=50, deadline=None)
+def test_the_last_possible_uniform_samples_a_possible_token(seed: int, vocabulary: int, temperature: float) -> None:
+    logits = torch.randn(4, vocabulary, generator=torch.Generator().manual_seed(seed))
+    logits[:, -1] = -math.inf
+    ids, log_probs = sample_tokens(logits, temperature, torch.full((4,), 1 - 2**-53, dtype=torch.float64))
+    assert bool((ids < vocabulary - 1).all())
+    assert bool(log_probs.isfinite().all())
+
+
 def test_temperature_divides_logits_before_the_softmax() -> None:
     logits = torch.tensor([[0.0, math.log(2.0)]])
     _, log_probs = sample_tokens(logits, 0.5, torch.tensor([0.9], dtype=torch.float64))

@@ -1,0 +1,43 @@
+"""`lit-rl fit | validate | predict`: a LightningCLI over `PolicyModule` and `PackedDataModule`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Runs a training command; options and YAML files are those of LightningCLI.
+
+    Subclasses are named by `class_path`, in `--model`, `--data` and `--trainer.callbacks`. Run
+    `lit-rl fit --help` for all options and `lit-rl fit --print_config` for a file to start from.
+
+    Args:
+        arguments: The subcommand and its options.
+
+    Returns:
+        0; errors are raised.
+
+    Raises:
+        ModuleNotFoundError: The extra `cli` is not installed.
+    """
+    try:
+        import jsonargparse  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "`lit-rl fit` needs jsonargparse; install it with `pip install 'lit-rl[cli]'`"
+        ) from error
+    from lightning.pytorch.cli import LightningCLI
+
+    from lit_rl.data.datamodule import PackedDataModule
+    from lit_rl.policy.module import PolicyModule
+
+    LightningCLI(
+        PolicyModule,
+        PackedDataModule,
+        subclass_mode_model=True,
+        subclass_mode_data=True,
+        save_config_kwargs={"overwrite": True},
+        auto_configure_optimizers=False,
+        args=list(arguments),
+    )
+    return 0
