@@ -13,6 +13,7 @@ import argparse
 import logging
 import time
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,7 @@ def imitate(model: torch.nn.Module, arguments: argparse.Namespace) -> None:
     trainer(arguments, max_epochs=1, logger=False).fit(module, data)
 
 
-def reinforce(model: torch.nn.Module, arguments: argparse.Namespace) -> tuple[Trainer, dict[str, float], float]:
+def reinforce(model: torch.nn.Module, arguments: argparse.Namespace) -> tuple[Trainer, Mapping[str, float], float]:
     """GRPO on the training tasks; validates on held-out tasks before and after."""
     training, held_out = bugfix_tasks()
     module = PolicyModule(model, learning_rate=arguments.learning_rate)

@@ -202,7 +202,7 @@ def _gradient_of(module: LightningModule, batch: Any) -> dict[str, Tensor]:
     before = {name: parameter.grad for name, parameter in module.named_parameters()}
     module.zero_grad(set_to_none=True)
     try:
-        outputs = module.training_step(batch, 0)
+        outputs: Any = module.training_step(batch, 0)
         (outputs["loss"] if isinstance(outputs, Mapping) else outputs).backward()
         return take_gradients(module)
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -96,19 +97,19 @@ class PackedDataModule(LightningDataModule):
         super().__init__()
         self.rollouts = source if isinstance(source, Rollouts) else None
         self._trajectories = None if self.rollouts is not None else _as_trajectories(source)
-        self._options = {
-            "max_tokens": max_tokens,
-            "num_steps": steps_per_iteration,
-            "overlong": overlong,
-            "baseline": baseline,
-            "scale": scale,
-            "eps": eps,
-            "missing_rewards": missing_rewards,
-            "truncated": truncated,
-            "partition": partition,
-            "cost": cost,
-        }
-        IterationOptions(**self._options)  # bad values are refused here, not at the first epoch
+        # Bad values are refused here, not at the first epoch.
+        self._options = IterationOptions(
+            max_tokens=max_tokens,
+            num_steps=steps_per_iteration,
+            overlong=overlong,
+            baseline=baseline,
+            scale=scale,
+            eps=eps,
+            missing_rewards=missing_rewards,
+            truncated=truncated,
+            partition=partition,
+            cost=cost,
+        )
         self.max_tokens, self.trajectories_per_step = max_tokens, trajectories_per_step
         self.old_log_probs, self.seed, self.num_workers = old_log_probs, seed, num_workers
         self.validation_tasks, self.validation_attempts = validation_tasks, validation_attempts
@@ -132,9 +133,9 @@ class PackedDataModule(LightningDataModule):
 
     @override
     def setup(self, stage: str) -> None:
-        if stage != "fit" or self.trainer is None:
+        if stage != "fit":
             return
-        trainer = self.trainer
+        trainer = self._running
         if trainer.reload_dataloaders_every_n_epochs not in (0, 1):
             raise MisconfigurationException(
                 f"`Trainer(reload_dataloaders_every_n_epochs={trainer.reload_dataloaders_every_n_epochs})` would train "
@@ -151,12 +152,12 @@ class PackedDataModule(LightningDataModule):
 
     @override
     def train_dataloader(self) -> ResumableLoader:
-        module, epoch = self._module(), self.trainer.current_epoch
+        module, epoch = self._module(), self._running.current_epoch
         trajectories = self._take_restored(epoch)
         if trajectories is None:
             trajectories = self._collect(module, epoch)
         self.iteration = iteration = self._plan(trajectories, module, epoch)
-        self.trainer.accumulate_grad_batches = iteration.plan.microbatches_per_step
+        self._running.accumulate_grad_batches = iteration.plan.microbatches_per_step
         if self.rollouts is not None:
             self.rollout_statistics = reward_statistics(trajectories) | self.rollouts.last_statistics
         dropped = {f"dropped/{reason}": float(number) for reason, number in iteration.dropped.items()}
@@ -177,7 +178,7 @@ class PackedDataModule(LightningDataModule):
                 rank=rank,
                 world_size=world_size,
             )
-            return DataLoader([request], sampler=EveryRankSampler([request]), batch_size=None)
+            return DataLoader(_Items([request]), sampler=EveryRankSampler([request]), batch_size=None)
         assert self._validation is not None
         options = {"loss_on": "scored", "baseline": "none", "scale": "none", "num_steps": 1}
         return self._loader(self._plan(self._validation, self._module(), 0, **options), None)
@@ -190,7 +191,7 @@ class PackedDataModule(LightningDataModule):
             )
         attempts = self.validation_attempts
         requests = [EvaluationRequest(self._rollouts(), [task], attempts=attempts) for task in self.validation_tasks]
-        return DataLoader(requests, batch_size=None)
+        return DataLoader(_Items(requests), batch_size=None)
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -220,8 +221,15 @@ class PackedDataModule(LightningDataModule):
 
     # --- private -----------------------------------------------------------------------------------------------
 
+    @property
+    def _running(self) -> Any:
+        """The Trainer; `Any`, because some of its attributes are set outside of its class."""
+        if self.trainer is None:
+            raise MisconfigurationException("`PackedDataModule` plans for a Trainer; pass it to `trainer.fit`")
+        return self.trainer
+
     def _module(self) -> PolicyModule:
-        module = self.trainer.lightning_module
+        module = self._running.lightning_module
         if not isinstance(module, PolicyModule):
             raise MisconfigurationException(f"`PackedDataModule` trains a PolicyModule, got {type(module).__name__}")
         return module
@@ -231,7 +239,7 @@ class PackedDataModule(LightningDataModule):
         return self.rollouts
 
     def _place(self) -> tuple[int, int]:
-        return strategies.data_parallel_rank_and_size(self.trainer)
+        return strategies.data_parallel_rank_and_size(self._running)
 
     def _take_restored(self, epoch: int) -> Sequence[Trajectory] | None:
         restored, self._restored = self._restored, None
@@ -255,7 +263,7 @@ class PackedDataModule(LightningDataModule):
                 rank=rank,
                 world_size=world_size,
                 temperature=module.temperature,
-                progress=self.trainer.progress_bar_callback is not None,
+                progress=self._running.progress_bar_callback is not None,
             )
         self.rollout_seconds = time.perf_counter() - started
         return trajectories
@@ -265,21 +273,23 @@ class PackedDataModule(LightningDataModule):
         if trajectories is self._trajectories:
             summary = self._summary = self._summary or summarize(trajectories)
         assert module.policy is not None
-        values = {
-            **self._options,
-            "layout": module.policy.layout,
-            "normalization": module.normalization,
-            "constant": module.constant,
-            "denominator": module.denominator,
-            "loss_on": module.loss_on,
-            "objective": strategies.planning_objective(self.trainer),
-            "microbatches_per_step": self._users_k if (self._users_k or 1) > 1 and not changes else None,
-            "world_size": self._place()[1],
-            "seed": (self.seed, epoch),
-        }
+        num_steps = self._options.num_steps
         if self.trajectories_per_step is not None:
-            values["num_steps"] = max(1, round(len(trajectories) / self.trajectories_per_step))
-        return build_iteration(trajectories, epoch, IterationOptions(**(values | changes)), summary)
+            num_steps = max(1, round(len(trajectories) / self.trajectories_per_step))
+        options = replace(
+            self._options,
+            num_steps=num_steps,
+            layout=module.policy.resolve_layout(),
+            normalization=module.normalization,
+            constant=module.constant,
+            denominator=module.denominator,
+            loss_on=module.loss_on,
+            objective=strategies.planning_objective(self._running),
+            microbatches_per_step=self._users_k if (self._users_k or 1) > 1 and not changes else None,
+            world_size=self._place()[1],
+            seed=(self.seed, epoch),
+        )
+        return build_iteration(trajectories, epoch, replace(options, **changes), summary)
 
     def _loader(self, iteration: Iteration, old: list[Tensor] | None) -> ResumableLoader:
         sampler = TokenBudgetSampler.from_plan(iteration.plan, self._place()[0])
@@ -296,7 +306,8 @@ class PackedDataModule(LightningDataModule):
             return None  # before the only update the policy is its own reference: the ratio is exactly 1
         started = time.perf_counter()
         mine: dict[int, Tensor] = {}
-        with torch.no_grad(), self.trainer.precision_plugin.train_step_context():
+        assert module.policy is not None
+        with torch.no_grad(), self._running.precision_plugin.train_step_context():
             for batch in self._loader(iteration, None):
                 moved = batch.to(module.device)
                 mine.update(_by_trajectory(batch, moved, module.policy(moved).log_probs))
@@ -320,6 +331,19 @@ class _Microbatches:
 
     def __len__(self) -> int:
         return len(self.iteration)
+
+
+class _Items(torch.utils.data.Dataset[Any]):
+    """A list as a data set."""
+
+    def __init__(self, items: list[Any]) -> None:
+        self.items = items
+
+    def __getitem__(self, index: int) -> Any:
+        return self.items[index]
+
+    def __len__(self) -> int:
+        return len(self.items)
 
 
 class EveryRankSampler(DistributedSampler):

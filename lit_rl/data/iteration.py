@@ -154,11 +154,16 @@ def build_iteration(
         (1, 1.0)
     """
     summary = summarize(trajectories) if summary is None else summary
-    baseline = {"baseline": options.baseline, "scale": options.scale, "eps": options.eps}
     advantages = group_advantages(
-        summary.rewards, summary.groups, missing=options.missing_rewards, **baseline
+        summary.rewards,
+        summary.groups,
+        baseline=options.baseline,
+        scale=options.scale,
+        eps=options.eps,
+        missing=options.missing_rewards,
     ).advantages
-    fitting, lengths, _ = fit_lengths(summary.lengths, options.max_tokens, overlong=options.overlong)
+    fitted = fit_lengths(summary.lengths, options.max_tokens, overlong=options.overlong)
+    fitting, lengths = fitted.kept.tolist(), fitted.lengths.tolist()
     counts = _scored_counts(trajectories, summary, fitting, lengths, options)
     has_scores = torch.tensor(counts, dtype=torch.int64) > 0
     live = has_scores & (advantages != 0)

@@ -43,7 +43,7 @@ class ResumableLoader(DataLoader):
         self._done = 0
         self._resume_from = 0
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         # A generator: nothing is read before the first `next`, so an iterator that Lightning discards costs nothing.
         skip, self._resume_from = self._resume_from, 0
         self._done = skip

@@ -100,7 +100,7 @@ class PolicyModule(LightningModule):
         self.steps_without_signal = 0
         self.policy: CausalLMPolicy | None = None
         self._model_path = model if isinstance(model, str) else None
-        self._policy_arguments = {"layout": layout, "chunk_tokens": chunk_tokens}
+        self._policy_arguments: dict[str, Any] = {"layout": layout, "chunk_tokens": chunk_tokens}
         self._sums = StepSums()
         self._checked = False
         if not isinstance(model, str):

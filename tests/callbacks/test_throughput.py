@@ -112,6 +112,15 @@ def test_every_phase_of_an_iteration():
     assert metrics["peak_tflops"] == pytest.approx(1e-6)
 
 
+def test_a_rollout_that_serves_two_epochs_is_counted_once():
+    ticks = Ticks()
+    monitor = TokenThroughputMonitor(SHAPE, peak_tflops=1e-6, clock=ticks)
+    running = quiet_trainer(max_epochs=2, callbacks=[monitor])
+    running.fit(SlowModule(ticks), SlowDataModule(ticks, pairs, max_tokens=8, num_steps=2))
+    assert monitor.gpu_seconds["rollout"] == 10.0
+    assert sum(monitor.gpu_seconds.values()) == ticks.now - 100.0
+
+
 def test_dead_trajectories_count_in_mfu_but_not_in_useful_mfu():
     _, metrics = run(Ticks(), epochs=2, options={"loss_on": "scored", "num_steps": 1, "max_tokens": 28})
     every = model_flops(SHAPE, [5, 3, 5, 3, 6, 6], scored=16).model

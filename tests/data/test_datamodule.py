@@ -71,7 +71,8 @@ def test_one_epoch_is_one_rollout_of_the_current_policy():
     trainer.fit(PolicyModule(tiny_policy_model(), learning_rate=1e-3), data)
     assert trainer.reload_dataloaders_every_n_epochs == 1
     assert all(len(g) == 3 for g in groups)
-    assert groups[0].isdisjoint(groups[1]) and groups[1].isdisjoint(groups[2])
+    assert groups[0].isdisjoint(groups[1])
+    assert groups[1].isdisjoint(groups[2])
     assert {"reward", "pass_rate", "truncated", "dropped/zero_advantage"} <= data.rollout_statistics.keys()
 
 

@@ -129,7 +129,7 @@ def test_an_objective_that_averages_is_refused():
 
 
 def test_a_batch_without_weights_is_an_error_not_a_fallback():
-    module, trainer = fit()
+    module, _ = fit()
     batch = collate(random_trajectories(2), advantages=[1.0, -1.0])
     with pytest.raises(ValueError, match="no `weights`"):
         module.training_step(batch, 0)

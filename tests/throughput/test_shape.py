@@ -146,6 +146,12 @@ def test_adapters_cost_rank_times_inputs_plus_outputs():
     assert shape.adapter_weights(2, targets="all") == 2 * 3 * (56 + 84)
 
 
+def test_layers_that_read_the_cache_of_earlier_layers_add_nothing():
+    shape = ModelShape.from_config(CONFIG_MAPPING["gemma3n_text"]())
+    assert shape.num_layers == 35
+    assert shape.cache_bytes(1) == (35 - 15) * 2 * 2 * 256 * 2  # 15 layers share
+
+
 def test_weights_that_layers_share_are_stored_once():
     config = CONFIG_MAPPING["zamba2"]()
     with torch.device("meta"):
