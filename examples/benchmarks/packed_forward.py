@@ -53,7 +53,9 @@ def time_once(run: Callable[[], Tensor], policy: CausalLMPolicy) -> tuple[float,
     return middle - start, time.perf_counter() - middle
 
 
-def best_of(runs: dict[str, Callable[[], Tensor]], policy: CausalLMPolicy, repeats: int) -> dict[str, tuple[float, float]]:
+def best_of(
+    runs: dict[str, Callable[[], Tensor]], policy: CausalLMPolicy, repeats: int
+) -> dict[str, tuple[float, float]]:
     """The fastest run of each, taken in turns so that a busy moment hits all of them alike."""
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
     for _ in range(repeats + 1):
@@ -62,33 +64,26 @@ def best_of(runs: dict[str, Callable[[], Tensor]], policy: CausalLMPolicy, repea
     return {name: min(pairs[1:], key=sum) for name, pairs in times.items()}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--segments", type=int, default=32, help="number of trajectories")
-    parser.add_argument("--tokens", type=int, default=5390, help="real tokens in the microbatch")
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--width", type=int, default=256, help="hidden size; heads are 64 wide")
-    parser.add_argument("--repeats", type=int, default=3, help="timed runs, after one to warm up")
-    parser.add_argument("--json", type=Path, help="where to write the figures")
-    options = parser.parse_args()
-
+def build_policy(options: argparse.Namespace) -> CausalLMPolicy:
+    """A Llama with random weights of the asked-for size, packed by segment attention."""
     heads = options.width // 64
-    model = tiny_policy_model(
-        "llama",
-        **{"hidden_size": options.width, "intermediate_size": 4 * options.width, "num_hidden_layers": options.layers},
-        **{"num_attention_heads": heads, "num_key_value_heads": heads, "head_dim": 64, "initializer_range": 0.02},
-        max_position_embeddings=options.tokens,
-    )
-    policy = CausalLMPolicy(model)
+    sizes = {"hidden_size": options.width, "intermediate_size": 4 * options.width, "head_dim": 64}
+    sizes |= {"num_hidden_layers": options.layers, "num_attention_heads": heads, "num_key_value_heads": heads}
+    model = tiny_policy_model("llama", **sizes, initializer_range=0.02, max_position_embeddings=options.tokens)
+    policy = CausalLMPolicy(model, layout="packed")
     policy.resolve_layout()
-    lengths = draw_lengths(options.segments, options.tokens)
+    return policy
+
+
+def measure(policy: CausalLMPolicy, lengths: list[int], repeats: int) -> list[dict[str, float | str]]:
+    """One row of figures per layout; the first is what the others are compared with."""
     generator = torch.Generator().manual_seed(1)
     ids = [torch.randint(32, (length,), generator=generator) for length in lengths]
     trajectories = [Trajectory(x, [True] * len(x), 0.0) for x in ids]
     packed, padded = collate(trajectories), collate(trajectories, layout="padded")
 
     def dense_block_mask() -> Tensor:
-        with own_attention(model):
+        with own_attention(policy.model):
             return real_hidden_states(policy, packed)
 
     runs: dict[str, Callable[[], Tensor]] = {
@@ -99,33 +94,50 @@ def main() -> None:
     with torch.no_grad():
         reference = runs["segment attention"]()
         differences = {name: float((run() - reference).abs().max()) for name, run in runs.items()}
-    times = best_of(runs, policy, options.repeats)
-
-    positions = {"segment attention": packed.num_positions, "padded batch": padded.num_positions}
+    times = best_of(runs, policy, repeats)
     first = sum(times["segment attention"])
+    return [
+        {
+            "layout": name,
+            "positions": (padded if name == "padded batch" else packed).num_positions,
+            "forward_s": forward,
+            "backward_s": backward,
+            "total_s": forward + backward,
+            "ratio": (forward + backward) / first,
+            "largest_difference": differences[name],
+        }
+        for name, (forward, backward) in times.items()
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--segments", type=int, default=32, help="number of trajectories")
+    parser.add_argument("--tokens", type=int, default=5390, help="real tokens in the microbatch")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--width", type=int, default=256, help="hidden size, a multiple of 64: heads are 64 wide")
+    parser.add_argument("--repeats", type=int, default=3, help="timed runs, after one to warm up")
+    parser.add_argument("--json", type=Path, help="where to write the figures")
+    options = parser.parse_args()
+
+    lengths = draw_lengths(options.segments, options.tokens)
+    rows = measure(build_policy(options), lengths, options.repeats)
     print(
         f"{options.segments} segments, {options.tokens} tokens (longest {max(lengths)}), {options.layers} layers of "
         f"width {options.width}, {torch.get_num_threads()} threads, float32\n"
     )
-    print(f"{'layout':<20}{'positions':>10}{'forward s':>11}{'backward s':>12}{'total s':>9}{'ratio':>7}{'difference':>12}")
-    rows = []
-    for name, (forward, backward) in times.items():
-        row = {
-            "layout": name,
-            "positions": positions.get(name, packed.num_positions),
-            "forward_s": forward,
-            "backward_s": backward,
-            "ratio": (forward + backward) / first,
-            "largest_difference": differences[name],
-        }
-        rows.append(row)
-        print(
-            f"{name:<20}{row['positions']:>10}{forward:>11.3f}{backward:>12.3f}{forward + backward:>9.3f}"
-            f"{row['ratio']:>7.2f}{row['largest_difference']:>12.1e}"
-        )
+    columns = {"forward_s": "forward s", "backward_s": "backward s", "total_s": "total s", "ratio": "ratio"}
+    print(
+        f"{'layout':<20}{'positions':>10}"
+        + "".join(f"{title:>12}" for title in columns.values())
+        + f"{'difference':>12}"
+    )
+    for row in rows:
+        figures = "".join(f"{row[column]:>12.3f}" for column in columns)
+        print(f"{row['layout']:<20}{row['positions']:>10}{figures}{row['largest_difference']:>12.1e}")
     if options.json is not None:
-        figures = {"threads": torch.get_num_threads(), "lengths": lengths, "rows": rows}
-        options.json.write_text(json.dumps(figures, indent=2) + "\n")
+        figures_of_run = {"threads": torch.get_num_threads(), "lengths": lengths, "rows": rows}
+        options.json.write_text(json.dumps(figures_of_run, indent=2) + "\n")
 
 
 if __name__ == "__main__":

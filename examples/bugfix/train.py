@@ -73,7 +73,7 @@ def imitate(model: torch.nn.Module, arguments: argparse.Namespace) -> None:
     data = PackedDataModule(
         demonstrations(practice_tasks(arguments.demonstrations), seed=arguments.seed),
         max_tokens=arguments.max_tokens,
-        trajectories_per_step=64,
+        trajectories_per_step=16,
         baseline="none",
         scale="none",
         seed=arguments.seed,
@@ -131,7 +131,7 @@ def main() -> None:
     warnings.filterwarnings("ignore", message=".*(many workers|val_dataloader|LeafSpec|litlogger).*")
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     seed_everything(arguments.seed, verbose=False)
-    torch.set_num_threads(max(1, 2 // arguments.devices))
+    torch.set_num_threads(1)  # tensors this small gain nothing from a second thread
     model = build_model(arguments.seed)
     started = time.perf_counter()
     imitate(model, arguments)

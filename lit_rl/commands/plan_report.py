@@ -53,6 +53,7 @@ def build_report(arguments: argparse.Namespace) -> dict[str, Any]:
         for counting in COUNTINGS
     }
     dead = None if arguments.pass_rate is None else dead_group_share(arguments.pass_rate, assumptions.group)
+    waste = _waste(shape, assumptions, arguments, steps["first_order"], dead)
     return {
         "model": _model(shape),
         "gpu": _gpu(device),
@@ -61,11 +62,8 @@ def build_report(arguments: argparse.Namespace) -> dict[str, Any]:
         "iteration": {counting: _hours(step, arguments.iterations) for counting, step in steps.items()},
         "what_if": [_what_if(shape, device, steps["first_order"], text) for text in arguments.what_if],
         "memory_gb": _memory(shape, assumptions, arguments),
-        "waste": _waste(shape, assumptions, arguments, steps["first_order"], dead),
-        "changes": [
-            {"label": change.label, "gpu_hours": -change.saving, "share": -change.share}
-            for change in cheapest_changes(shape, device, steps["first_order"], dead_share=dead or 0.0)
-        ],
+        "waste": waste,
+        "changes": _changes(shape, device, steps["first_order"], dead, waste),
         "assumptions": _labelled(assumptions, origins),
         "notes": _notes(shape, device, assumptions, arguments),
     }
@@ -251,6 +249,24 @@ def _waste(
         found["zero_advantage_groups"] = dead
         found["gpu_hours_on_zero_advantage"] = dead * step.total
     return found
+
+
+def _changes(
+    shape: ModelShape, device: Accelerator, step: StepHours, dead: float | None, waste: dict[str, Any]
+) -> list[dict[str, Any]]:
+    changes = [
+        {"label": change.label, "gpu_hours": -change.saving, "share": -change.share}
+        for change in cheapest_changes(shape, device, step, dead_share=dead or 0.0)
+    ]
+    planned, *larger = waste.get("budgets") or [None]
+    for budget in larger:
+        # The same work with less waiting for the slowest rank: utilization rises by the ratio.
+        faster = planned["useful_share"] / budget["useful_share"]
+        label = f"budget {budget['max_tokens']:,}: {1 / faster - 1:+.0%} MFU"
+        saved = (1 - faster) * step.update
+        if saved > 0.005 * step.total:
+            changes.append({"label": label, "gpu_hours": -saved, "share": -saved / step.total})
+    return sorted(changes, key=lambda change: change["gpu_hours"])
 
 
 def _shuffled(lengths: Any) -> list[int]:

@@ -76,14 +76,14 @@ def _iteration(report: dict[str, Any]) -> str:
     rows = [
         [
             phase,
-            f"{hours:.2f}",
+            _hours(hours),
             f"{first['share'][phase]:.0%}",
-            f"{counted['gpu_hours'][phase]:.2f}",
+            _hours(counted["gpu_hours"][phase]),
             f"{counted['share'][phase]:.0%}",
         ]
         for phase, hours in first["gpu_hours"].items()
     ]
-    rows.append(["one iteration", f"{first['total']:.2f}", "", f"{counted['total']:.2f}", ""])
+    rows.append(["one iteration", _hours(first["total"]), "", _hours(counted["total"]), ""])
     rows.append([f"{first['iterations']} iterations", f"{first['run']:,.0f}", "", f"{counted['run']:,.0f}", ""])
     wall = [f"{part['wall_hours_of_run']:,.1f}" for part in (first, counted)]
     rows.append(["hours on all GPUs", wall[0], "", wall[1], ""])
@@ -95,10 +95,10 @@ def _what_if(report: dict[str, Any]) -> str:
         return ""
     base = report["iteration"]["first_order"]
     phases = [phase for phase, hours in base["gpu_hours"].items() if hours]
-    rows = [["as planned", *(f"{base['gpu_hours'][phase]:.2f}" for phase in phases), f"{base['total']:.2f}"]]
+    rows = [["as planned", *(_hours(base["gpu_hours"][phase]) for phase in phases), _hours(base["total"])]]
     for case in report["what_if"]:
-        cells = [f"{case['gpu_hours'][phase]:.2f} (x{case['times_base'][phase]:.2f})" for phase in phases]
-        rows.append([case["changes"], *cells, f"{case['total']:.2f} (x{case['total_times_base']:.2f})"])
+        cells = [f"{_hours(case['gpu_hours'][phase])} (x{case['times_base'][phase]:.2f})" for phase in phases]
+        rows.append([case["changes"], *cells, f"{_hours(case['total'])} (x{case['total_times_base']:.2f})"])
     return "What if (GPU-hours per iteration, first order)\n" + table(["", *phases, "total"], rows)
 
 
@@ -140,6 +140,11 @@ def _changes(report: dict[str, Any]) -> str:
 def _assumptions(report: dict[str, Any]) -> str:
     rows = [[item["name"], _value(item["value"]), item["origin"]] for item in report["assumptions"]]
     return "Assumptions\n" + table(["", "value", "origin"], rows)
+
+
+def _hours(hours: float) -> str:
+    """Two decimals, or one digit of a small number."""
+    return f"{hours:.2f}" if hours >= 0.01 or hours == 0 else f"{hours:.1g}"
 
 
 def _value(value: Any) -> str:

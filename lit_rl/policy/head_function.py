@@ -12,10 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from lit_rl.policy.head_passes import (
-    IGNORED,
     Gradients,
     Objective,
     differentiate_scores,
@@ -71,10 +69,11 @@ def _token_log_probs_backward(*arguments: Any) -> list[Tensor]:
     """Gradients of hidden states, weights and bias in their own precision; empty where `needs` asks for none."""
     inputs = HeadInputs(*arguments[:_NUM_INPUTS])
     chunk_tokens, statistics, log_prob_gradient, entropy_gradient, needs = arguments[_NUM_INPUTS:]
-    of_log_probs = _upstream(inputs, log_prob_gradient)
-    if of_log_probs is None:
-        of_log_probs = torch.zeros_like(inputs.targets, dtype=inputs.compute_dtype)
-    upstream = RowGradients(of_log_probs, _upstream(inputs, entropy_gradient))
+    compute = inputs.compute_dtype
+    if log_prob_gradient is None:
+        log_prob_gradient = torch.zeros_like(inputs.targets, dtype=compute)
+    entropy_gradient = None if entropy_gradient is None else entropy_gradient.to(compute)
+    upstream = RowGradients(log_prob_gradient.to(compute), entropy_gradient)
     with torch.autocast(inputs.targets.device.type, enabled=False):
         shape = TileShape.choose(inputs, chunk_tokens)
         gradients = differentiate_scores(inputs, shape, RowStatistics.unstack(statistics), upstream, needs)
@@ -84,13 +83,6 @@ def _token_log_probs_backward(*arguments: Any) -> list[Tensor]:
         statistics.new_empty(0) if gradient is None or tensor is None else gradient.to(tensor.dtype)
         for gradient, tensor in zip(found, own, strict=True)
     ]
-
-
-def _upstream(inputs: HeadInputs, gradient: Tensor | None) -> Tensor | None:
-    """An upstream gradient in compute precision, without that of ignored targets: those have none to pass on."""
-    if gradient is None:
-        return None
-    return gradient.to(inputs.compute_dtype).masked_fill(inputs.targets == IGNORED, 0.0)
 
 
 @_token_log_probs_backward.register_fake
@@ -142,7 +134,7 @@ def _backward(
 def _refuse_second_derivative(ctx: Any, *gradients: Any) -> Any:
     raise RuntimeError(
         "The log-probability head can be differentiated once: its backward pass recomputes the logits and keeps no "
-        "graph. Compute second derivatives from `LogProbHead.logits` or full logits instead."
+        "graph. Compute second derivatives from full logits instead."
     )
 
 
@@ -184,8 +176,12 @@ class _OnePassLoss(torch.autograd.Function):
         return outcome.loss, outcome.log_probs
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, loss_gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "`LogProbHead.loss` can be differentiated once: drop `create_graph=True`. Compute second derivatives "
+                "from full logits instead."
+            )
         # The stored gradients are scaled in place and handed over: a copy would double the largest of them.
         gradients: Gradients | None = ctx.gradients
         ctx.gradients = None
@@ -209,5 +205,5 @@ def one_pass_loss(inputs: HeadInputs, chunk_tokens: int | None, objective: Objec
     needs = [torch.is_grad_enabled() and tensor is not None and tensor.requires_grad for tensor in tensors]
     if chunk_tokens is None:
         chunk_tokens = max(1, CHUNK_BYTES // (inputs.vocab_size * inputs.compute_dtype.itemsize))
-    shape = TileShape.choose(inputs, chunk_tokens)
+    shape = TileShape.choose(inputs, chunk_tokens, share=0.2)
     return _OnePassLoss.apply(inputs, shape, objective, needs, *tensors)

@@ -81,8 +81,10 @@ def score(inputs: HeadInputs, shape: TileShape, *, entropy: bool) -> Scores:
     for block in shape.blocks(inputs):
         for part in shape.slices(total):
             rows = _among(kept, part)
-            tile = inputs.tile(inputs.hidden_rows(rows), block)
-            statistics[part].absorb(tile, inputs.slope(rows), *block.inside(inputs.targets[rows]))
+            # The tile has no name here: it is let go before the next one is made.
+            statistics[part].absorb(
+                inputs.tile(inputs.hidden_rows(rows), block), inputs.slope(rows), *block.inside(inputs.targets[rows])
+            )
     log_probs = statistics.log_probs(inputs.slope(_among(kept, slice(None))))
     entropies = statistics.entropy()
     return Scores(
@@ -171,17 +173,20 @@ def differentiate_scores(
     summed over all tokens in compute precision and rounded once.
     """
     gradients = Gradients.zeros(inputs, needs, [weight.dtype for weight in inputs.weights])
-    live = upstream.live()
+    live = upstream.live(inputs.targets != IGNORED)
     total = len(inputs.targets) if live is None else len(live)
+
+    def tile_parts(rows: Rows, block: VocabBlock) -> list[Tensor | None]:
+        hiddens = inputs.hidden_rows(rows)
+        target = block.inside(inputs.targets[rows])
+        tile = inputs.tile(hiddens, block)
+        tile = differentiate(tile, statistics[rows], upstream[rows], inputs, rows, target)
+        return gradients.add(tile, hiddens, rows, block)
+
     for block in shape.blocks(inputs) if total else ():
         sums: list[Tensor | None] = []
         for part in shape.slices(total):
-            rows = _among(live, part)
-            hiddens = inputs.hidden_rows(rows)
-            tile = inputs.tile(hiddens, block)
-            target = block.inside(inputs.targets[rows])
-            gradient = differentiate(tile, statistics[rows], upstream[rows], inputs, rows, target)
-            parts = gradients.add(gradient, hiddens, rows, block)
+            parts = tile_parts(_among(live, part), block)
             sums = [_sum(total, part) for total, part in zip(sums, parts, strict=True)] if sums else parts
         gradients.add_weights(sums, block)
     return gradients
@@ -239,10 +244,14 @@ def _fill(logits: Tensor, inputs: HeadInputs, shape: TileShape, rows: Rows) -> _
     """Put the tiles of `rows` side by side into `logits` and gather their statistics."""
     targets, hiddens = inputs.targets[rows], inputs.hidden_rows(rows)
     statistics = RowStatistics.empty(len(targets), inputs, entropy=False)
-    for block in shape.blocks(inputs):
+
+    def take_in(block: VocabBlock) -> None:
         tile = inputs.tile(hiddens, block)
         logits[: len(targets), block.columns] = tile
         statistics.absorb(tile, inputs.slope(rows), *block.inside(targets))
+
+    for block in shape.blocks(inputs):
+        take_in(block)
     return _Chunk(rows, hiddens, statistics)
 
 
@@ -255,14 +264,18 @@ def _drain(
     gradients: Gradients,
 ) -> None:
     """Turn the kept logits of a chunk into gradients, block by block; rows without upstream gradient are left out."""
-    live = upstream.live()
+    live = upstream.live(torch.ones_like(upstream.log_probs, dtype=torch.bool))
     if live is not None:
         chunk, upstream = chunk.only(live), upstream[live]
     targets = inputs.targets[chunk.rows]
+
+    def tile_parts(block: VocabBlock) -> list[Tensor | None]:
+        tile = logits[: len(targets), block.columns].clone() if live is None else logits[live, block.columns]
+        tile = differentiate(tile, chunk.statistics, upstream, inputs, chunk.rows, block.inside(targets))
+        return gradients.add(tile, chunk.hiddens, chunk.rows, block)
+
     for block in shape.blocks(inputs) if len(targets) else ():
-        kept = logits[: len(targets), block.columns] if live is None else logits[live, block.columns]
-        tile = differentiate(kept.clone(), chunk.statistics, upstream, inputs, chunk.rows, block.inside(targets))
-        gradients.add_weights(gradients.add(tile, chunk.hiddens, chunk.rows, block), block)
+        gradients.add_weights(tile_parts(block), block)
 
 
 def _evaluate(objective: Objective, log_probs: Tensor, part: slice, *, needs: bool) -> tuple[Tensor, Tensor | None]:

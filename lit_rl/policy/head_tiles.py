@@ -38,8 +38,8 @@ class TileShape:
     columns: int
 
     @classmethod
-    def choose(cls, inputs: HeadInputs, chunk_tokens: int | None) -> TileShape:
-        """A tile within the byte budget of the device, or, with `chunk_tokens` rows, a small part of that chunk.
+    def choose(cls, inputs: HeadInputs, chunk_tokens: int | None, *, share: float = 0.6) -> TileShape:
+        """A tile within the byte budget of the device; with `chunk_tokens` rows, also within a share of that chunk.
 
         >>> import torch
         >>> hidden, weight = torch.zeros(5000, 8), torch.zeros(100_000, 8)
@@ -55,9 +55,9 @@ class TileShape:
         columns = min(inputs.vocab_size, _TILE_COLUMNS.get(device, _TILE_COLUMNS_ELSEWHERE))
         if chunk_tokens is None:
             return cls(max(1, entries // columns), columns)
-        # Up to two tiles and two blocks of a weight's gradient are alive at once: all of it a fifth of the chunk.
+        # Up to two tiles and two blocks of a weight's gradient are alive at once.
         alive = 2 * (chunk_tokens + sum(weight.shape[1] for weight in inputs.weights))
-        fitting = min(entries // chunk_tokens, chunk_tokens * inputs.vocab_size // (5 * alive))
+        fitting = min(entries // chunk_tokens, int(share * chunk_tokens * inputs.vocab_size / alive))
         return cls(chunk_tokens, min(columns, max(_MIN_TILE_COLUMNS, fitting)))
 
     def blocks(self, inputs: HeadInputs) -> Iterator[VocabBlock]:
@@ -158,12 +158,12 @@ class RowGradients:
         entropy = None if self.entropy is None else take(self.entropy, rows)
         return RowGradients(take(self.log_probs, rows), entropy)
 
-    def live(self) -> Tensor | None:
-        """Indices of the rows with any upstream gradient, or None if that is all of them."""
+    def live(self, scored: Tensor) -> Tensor | None:
+        """Indices of the `scored` rows with any upstream gradient, or None if that is all rows."""
         alive = self.log_probs != 0
         if self.entropy is not None:
-            alive = alive | (self.entropy != 0)
-        indices = alive.nonzero().squeeze(1)
+            alive |= self.entropy != 0
+        indices = (alive & scored).nonzero().squeeze(1)
         return None if len(indices) == len(alive) else indices
 
 

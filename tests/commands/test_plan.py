@@ -70,7 +70,13 @@ def test_lengths_pass_rate_and_budget(capsys):
     assert [budget["max_tokens"] for budget in waste["budgets"]] == [65_536, 131_072, 262_144]
     assert all(0.5 < budget["useful_share"] <= 1 for budget in waste["budgets"])
     assert 0.2 < waste["padding_share_of_padded_batches_of_8"] < 0.8
-    assert any("zero-advantage" in change["label"] for change in found["changes"])
+    labels = [change["label"] for change in found["changes"]]
+    assert any("zero-advantage" in label for label in labels)
+    first, second, third = (budget["useful_share"] for budget in waste["budgets"])
+    gained = {f"budget {n:,}": other / first - 1 for n, other in ((131_072, second), (262_144, third))}
+    assert [label for label in labels if label.startswith("budget")] == [
+        f"{name}: {gain:+.0%} MFU" for name, gain in sorted(gained.items(), key=lambda item: -item[1]) if gain > 0.02
+    ]
     assert found["memory_gb"]["microbatch_tokens"] == 65_536
 
 

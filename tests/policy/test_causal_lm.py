@@ -224,8 +224,16 @@ def test_generation_keeps_the_models_own_attention(architecture: str) -> None:
         torch.testing.assert_close(second, first, rtol=0, atol=0)
 
 
-def test_dropout_is_off_and_two_passes_are_equal() -> None:
-    model = tiny_policy_model("gpt2", attn_pdrop=0.1, resid_pdrop=0.1, embd_pdrop=0.1)
+@pytest.mark.parametrize(
+    ("architecture", "dropout"),
+    [
+        ("gpt2", {"attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1}),  # modules
+        ("qwen3", {"attention_dropout": 0.1}),  # a number on each layer
+        ("opt", {"dropout": 0.1, "attention_dropout": 0.1, "layerdrop": 0.5}),
+    ],
+)
+def test_dropout_is_off_and_two_passes_are_equal(architecture: str, dropout: dict[str, float]) -> None:
+    model = tiny_policy_model(architecture, **dropout)
     policy = CausalLMPolicy(model).train()
     attempts = trajectories(7, 5, 3)
     batch = collate(attempts)
