@@ -44,21 +44,21 @@ def save_picture(folder: Path) -> Path:
     log = read_log(folder)
     episodes = _cumulative(log["rollout/trajectories"])
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), constrained_layout=True)
-    left.plot(episodes, _values(log["rollout/pass_rate"]), color="#9db7d5", linewidth=1, label="each iteration")
-    left.plot(
-        episodes, _smooth(_values(log["rollout/pass_rate"])), color="#1f5fa8", linewidth=2, label="mean of the last 8"
-    )
-    left.set(xlabel="episodes sampled", ylabel="pass rate on training tasks", ylim=(0, 1), title="Pass rate")
+    passed = _values(log["rollout/pass_rate"])
+    left.plot(episodes, passed, color="#9db7d5", linewidth=1, label="training tasks, each iteration")
+    left.plot(episodes, _smooth(passed), color="#1f5fa8", linewidth=2, label="training tasks, mean of the last 8")
+    held_out = [(episodes[int(epoch)], value) for epoch, value in log["val/pass_rate"]]
+    left.plot(*zip(*held_out, strict=True), "o-", color="#d98a1f", markersize=5, linewidth=1, label="held-out tasks")
+    left.set(xlabel="episodes sampled", ylabel="pass rate", ylim=(0, 1), title="Pass rate")
     left.legend(frameon=False, loc="lower right")
-    for name, colour, label in (
-        ("zero_advantage/groups", "#c0504d", "groups without signal"),
-        ("padding/padded_layout_share", "#8a8a8a", "padding, if the batch were padded"),
-        ("padding/share", "#2f8f5b", "padding, as packed"),
+    for values, colour, label in (
+        (_smooth(_values(log["zero_advantage/groups"])), "#c0504d", "groups without signal"),
+        (_padding(log, "padding/padded_layout_positions"), "#8a8a8a", "padding, if the batch were padded"),
+        (_padding(log, "padding/positions"), "#2f8f5b", "padding, as packed"),
     ):
-        if name in log:
-            right.plot(episodes[: len(log[name])], _smooth(_values(log[name])), color=colour, linewidth=2, label=label)
-    right.set(xlabel="episodes sampled", ylabel="share", ylim=(-0.02, 1), title="What is wasted")
-    right.legend(frameon=False, loc="upper right")
+        right.plot(episodes[: len(values)], values, color=colour, linewidth=2, label=label)
+    right.set(xlabel="episodes sampled", ylabel="share, last 8 iterations", ylim=(-0.02, 1), title="What is wasted")
+    right.legend(frameon=False, loc="upper center")
     for axis in (left, right):
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(alpha=0.25)
@@ -93,8 +93,8 @@ def print_table(
         ("held-out pass rate, after", f"{after['val/pass_rate']:.2f}"),
         ("episodes sampled", f"{episodes:.0f}"),
         ("groups without signal, last 20 iterations", _percent(_tail(log.get("zero_advantage/groups", [])))),
-        ("padding, as packed", _percent(_mean(log.get("padding/share", [])))),
-        ("padding, if the batches were padded", _percent(_mean(log.get("padding/padded_layout_share", [])))),
+        ("padding, as packed", _percent(_padding(log, "padding/positions", 10**6)[-1])),
+        ("padding, if the batches were padded", _percent(_padding(log, "padding/padded_layout_positions", 10**6)[-1])),
         ("tokens over 20% from the sampler's ratio", _percent(_mean(log.get("sampler_ratio/outside_20_percent", [])))),
         ("imitation, seconds", f"{imitation_seconds:.0f}"),
         ("reinforcement, seconds", f"{seconds:.0f}"),
@@ -118,6 +118,13 @@ def _cumulative(series: Series) -> list[float]:
 
 def _smooth(values: list[float], window: int = 8) -> list[float]:
     return [sum(values[max(0, i - window + 1) : i + 1]) / min(i + 1, window) for i in range(len(values))]
+
+
+def _padding(log: Mapping[str, Series], positions: str, window: int = 8) -> list[float]:
+    """Padding share over a window, from sums: an iteration with nothing to compute weighs nothing."""
+    computed, real = _values(log[positions]), _values(log["padding/real"])
+    windows = [slice(max(0, end - window), end) for end in range(1, len(computed) + 1)]
+    return [1 - sum(real[w]) / max(sum(computed[w]), 1) for w in windows]
 
 
 def _mean(series: Series) -> float:

@@ -115,7 +115,7 @@ def reinforce(model: torch.nn.Module, arguments: argparse.Namespace) -> tuple[Tr
     running = trainer(
         arguments,
         max_epochs=arguments.iterations,
-        check_val_every_n_epoch=arguments.iterations,
+        check_val_every_n_epoch=min(10, arguments.iterations),
         num_sanity_val_steps=0,
         logger=CSVLogger(arguments.output, name="", version=""),
         callbacks=callbacks,

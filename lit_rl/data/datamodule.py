@@ -153,6 +153,7 @@ class PackedDataModule(LightningDataModule):
     @override
     def train_dataloader(self) -> ResumableLoader:
         module, epoch = self._module(), self._running.current_epoch
+        self.rollout_seconds = self.old_log_probs_seconds = 0.0
         trajectories = self._take_restored(epoch)
         if trajectories is None:
             trajectories = self._collect(module, epoch)

@@ -160,8 +160,11 @@ class Gradients:
                 weight[block.columns] += part.to(weight.dtype)
 
 
-def _sum(total: Tensor | None, part: Tensor | None) -> Tensor | None:
-    return total if total is None or part is None else total.add_(part)
+def _add_up(totals: list[Tensor | None], parts: list[Tensor | None]) -> list[Tensor | None]:
+    for total, part in zip(totals, parts, strict=False):
+        if total is not None and part is not None:
+            total += part
+    return totals or parts
 
 
 def differentiate_scores(
@@ -186,8 +189,7 @@ def differentiate_scores(
     for block in shape.blocks(inputs) if total else ():
         sums: list[Tensor | None] = []
         for part in shape.slices(total):
-            parts = tile_parts(_among(live, part), block)
-            sums = [_sum(total, part) for total, part in zip(sums, parts, strict=True)] if sums else parts
+            sums = _add_up(sums, tile_parts(_among(live, part), block))
         gradients.add_weights(sums, block)
     return gradients
 

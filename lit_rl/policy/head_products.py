@@ -4,10 +4,10 @@ A tile holds the logits of some tokens (its rows) over some of the vocabulary (i
 made of three products with a tile: hidden states times weight rows gives it, and its gradient times the weight rows,
 or times the hidden states, gives the two gradients.
 
-Precision. Products accumulate in float32 (float64 for float64 inputs) whatever the inputs are. On CPU, operands of a
-lower precision are widened one block at a time, so no float32 copy of the weight exists. On CUDA they go to the
-matrix units as they are, with float32 results; a tile's gradient is then rounded to their precision too. Under autocast the operands are first rounded to the autocast
-dtype, as `torch.nn.Linear` would.
+Precision. Products accumulate in float32 (float64 for float64 inputs) whatever the inputs are. On CPU, factors of a
+lower precision are widened one block at a time, so no float32 copy of the weight exists. On CUDA they go to the matrix
+units as they are, with float32 results; a tile's gradient is then rounded to their precision too. Under autocast the
+factors are first rounded to the autocast dtype, as `torch.nn.Linear` would.
 
 Speed. On x86 CPUs the float32 products go to oneDNN, which `torch.mm` does not use for float32: on one AMD EPYC core
 (Zen 5) it runs at 230 GFLOP/s where `torch.mm` runs at 90. `torch.backends.mkldnn.flags(enabled=False)` switches that
