@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, Literal, get_args
 
@@ -101,18 +101,26 @@ class CausalLMPolicy(nn.Module):
         return super().__call__(*args, **kwargs)
 
     def forward(
-        self, batch: PackedBatch, *, entropy: bool = False, output: Literal["log_probs", "model_logits"] = "log_probs"
-    ) -> TokenLogProbs | Tensor:
+        self,
+        batch: PackedBatch,
+        *,
+        entropy: bool = False,
+        objective: Callable[[Tensor, slice], Tensor] | None = None,
+        output: Literal["log_probs", "model_logits"] = "log_probs",
+    ) -> TokenLogProbs | Tensor | tuple[Tensor, Tensor]:
         """Log-probabilities of the scored tokens of one microbatch.
 
         Args:
             batch: The microbatch, on the model's device.
             entropy: Also returns the entropy of each scored token's distribution, in nats.
+            objective: Forms loss and gradients in one pass over the output layer, see `LogProbHead.loss`; for losses
+                where each token's depends on its own log-probability only.
             output: "model_logits" returns what the model itself computes, [M, vocabulary], for checks on a
                 microbatch in the padded layout.
 
         Returns:
-            `TokenLogProbs` with M entries in the order of `batch.scored`.
+            `TokenLogProbs` with M entries in the order of `batch.scored`; with an `objective` its summed loss, with
+            gradient, and the log-probabilities [M], detached.
 
         Raises:
             TypeError: `batch` is not a `PackedBatch`; the message names the first field that is missing.
@@ -122,6 +130,8 @@ class CausalLMPolicy(nn.Module):
         if output == "model_logits":
             return self._model_logits(batch)
         hidden = self.hidden_states(batch).flatten(0, 1).index_select(0, batch.predictors)
+        if objective is not None:
+            return self.head.loss(hidden, batch.targets, objective, temperature=batch.temperature)
         return self.head(hidden, batch.targets, temperature=batch.temperature, entropy=entropy)
 
     def hidden_states(self, batch: PackedBatch) -> Tensor:

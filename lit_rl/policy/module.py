@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -67,6 +68,10 @@ class PolicyModule(LightningModule):
         'live'
     """
 
+    # Whether each token's loss depends on its own log-probability only, as in all named objectives. Then loss and
+    # gradient are formed in one pass over the output layer. A class that overrides `objective` has to say so itself.
+    token_local = True
+
     def __init__(
         self,
         model: str | PretrainedConfig | nn.Module,
@@ -92,6 +97,8 @@ class PolicyModule(LightningModule):
             raise ValueError(f"`objective` must name one of lit_rl.objectives, got {objective!r}")
         self.save_hyperparameters(ignore=None if isinstance(model, str) else ["model"])
         self.objective_name = objective
+        if self._overrides_objective():
+            self.token_local = type(self).__dict__.get("token_local", False)
         self.normalization, self.constant, self.denominator = normalization, constant, denominator
         self.temperature, self.entropy_bonus = temperature, entropy_bonus
         self.clip_low, self.clip_high = clip_low, clip_high
@@ -193,17 +200,14 @@ class PolicyModule(LightningModule):
                 "build your batches with `lit_rl.collate`"
             )
         weights = _required(batch.weights, "weights")
-        log_probs, entropy = self._policy()(batch, entropy=self.entropy_bonus > 0)
+        if self.token_local and self.entropy_bonus == 0:
+            entropy = None
+            loss, log_probs = self._policy()(batch, objective=partial(self._weighted_losses, batch, weights))
+        else:
+            log_probs, entropy = self._policy()(batch, entropy=self.entropy_bonus > 0)
+            losses = self._weighted_losses(batch, weights, log_probs, slice(None))
+            loss = losses.sum() if entropy is None else (losses - weights * self.entropy_bonus * entropy).sum()
         batch = batch.like(log_probs)
-        losses = self.objective(log_probs, batch)
-        if losses.shape != log_probs.shape:
-            raise ValueError(
-                f"`objective` returned shape {list(losses.shape)}, expected one loss per scored token "
-                f"{list(log_probs.shape)}; do not sum or average, the weights do that"
-            )
-        if entropy is not None:
-            losses = losses - self.entropy_bonus * entropy
-        loss = (weights.to(losses.dtype) * losses).sum()
         self._add_metrics(loss, log_probs.detach(), entropy, batch)
         return {"loss": loss * strategies.gradient_multiplier(self.trainer), "log_probs": log_probs.detach()}
 
@@ -286,6 +290,17 @@ class PolicyModule(LightningModule):
             if self._overrides_objective() or self.objective_name == "supervised" or self.entropy_bonus > 0
             else "live"
         )
+
+    def _weighted_losses(self, batch: PackedBatch, weights: Tensor, log_probs: Tensor, part: slice) -> Tensor:
+        """Weight x loss of the scored tokens in `part`, whose log-probabilities are given."""
+        seen = (batch if part == slice(None) else batch.scored_slice(part)).like(log_probs)
+        losses = self.objective(log_probs, seen)
+        if losses.shape != log_probs.shape:
+            raise ValueError(
+                f"`objective` returned shape {list(losses.shape)}, expected one loss per scored token "
+                f"{list(log_probs.shape)}; do not sum or average, the weights do that"
+            )
+        return weights[part].to(losses.dtype) * losses
 
     def _add_metrics(self, loss: Tensor, log_probs: Tensor, entropy: Tensor | None, batch: PackedBatch) -> None:
         weights = _required(batch.weights, "weights")

@@ -150,6 +150,12 @@ def _is_lora(layer: nn.Module) -> bool:
     return peft is not None and isinstance(layer, peft.Linear)
 
 
+def _merges_its_weight(layer: nn.Module) -> bool:
+    """Whether `weight` is put together from all of the layer's parameters, as PEFT does for trainable tokens."""
+    peft = sys.modules.get("peft.utils.other")
+    return peft is not None and isinstance(layer, peft.TrainableTokensWrapper)
+
+
 def _check_lora(layer: Any) -> None:
     variants = sorted(getattr(kind, "__name__", type(kind).__name__) for kind in layer.lora_variant.values())
     if variants or layer.fan_in_fan_out:
@@ -168,10 +174,13 @@ def _runs_plain_forward(layer: nn.Module) -> bool:
 
 @torch.no_grad()
 def _equals_its_matrix(layer: nn.Module) -> bool:
-    """Whether an unknown layer gives what its weight and bias give, on small and on large inputs."""
+    """Whether an unknown layer has nothing but a weight and a bias, and gives what they give, whatever the input."""
     weight: Any = layer.weight
     bias: Any = getattr(layer, "bias", None)
-    if is_sharded(weight) or weight.is_meta:
+    # An adapter that starts as the identity would pass the comparison below.
+    known = {id(weight), id(bias)}
+    extra = any(id(parameter) not in known for parameter in layer.parameters()) and not _merges_its_weight(layer)
+    if extra or is_sharded(weight) or weight.is_meta:
         return False
     generator = torch.Generator().manual_seed(0)
     probe = torch.randn(4, weight.shape[1], generator=generator).to(weight)

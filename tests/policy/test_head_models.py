@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import transformers
-from peft import LoraConfig, get_peft_model
+from peft import IA3Config, LoHaConfig, LoraConfig, PeftConfig, get_peft_model
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
@@ -42,7 +42,8 @@ def hidden_and_logits(model: nn.Module) -> tuple[Tensor, Tensor]:
     """What the backbone returned, and what the model made of it."""
     seen: list[Tensor] = []
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    hook = base.base_model.register_forward_hook(lambda module, inputs, output: seen.append(output[0]))
+    backbone = getattr(base.base_model, "decoder", base.base_model)
+    hook = backbone.register_forward_hook(lambda module, inputs, output: seen.append(output[0]))
     with torch.no_grad():
         logits = model(input_ids=IDS, use_cache=False).logits
     hook.remove()
@@ -54,7 +55,7 @@ def hidden_and_logits(model: nn.Module) -> tuple[Tensor, Tensor]:
     [
         ("Qwen3", {"head_dim": 8}, LogitTransform()),
         ("Llama", {"tie_word_embeddings": True}, LogitTransform()),
-        ("GPT2", {"n_embd": 16, "n_head": 2, "n_layer": 1}, LogitTransform()),
+        ("OPT", {"ffn_dim": 24, "word_embed_proj_dim": 16}, LogitTransform()),
         ("Phi", {}, LogitTransform()),
         ("Gemma2", {"head_dim": 8, "final_logit_softcapping": 3.0}, LogitTransform(softcap=3.0)),
         ("Gemma2", {"head_dim": 8, "final_logit_softcapping": None}, LogitTransform()),
@@ -62,7 +63,7 @@ def hidden_and_logits(model: nn.Module) -> tuple[Tensor, Tensor]:
         ("Cohere", {"logit_scale": 0.125}, LogitTransform(scale=0.125)),
         ("Cohere2", {"logit_scale": 0.125}, LogitTransform(scale=0.125)),
         ("Granite", {"logits_scaling": 16.0}, LogitTransform(scale=1 / 16)),
-        ("MiniCPM3", {**LATENT, "logits_scaling": 4.0, "num_key_value_heads": 2}, LogitTransform(scale=0.25)),
+        ("MiniCPM3", {**LATENT, "dim_model_base": 4, "num_key_value_heads": 2}, LogitTransform(scale=0.25)),
         ("HyperCLOVAX", {"logits_scaling": 0.3}, LogitTransform(scale=0.3)),
         ("FalconH1", {"lm_head_multiplier": 0.2, "mamba_d_ssm": 16, "mamba_n_heads": 2, "mamba_d_head": 8},
          LogitTransform(scale=0.2)),
@@ -203,11 +204,22 @@ def test_modules_to_save() -> None:
         torch.testing.assert_close(head.logits(hidden), logits)
 
 
-@pytest.mark.parametrize("settings", [{"use_dora": True}, {"trainable_token_indices": {"lm_head": [1, 2]}}], ids=str)
-def test_other_adapters_are_refused_by_name(settings: dict) -> None:
-    model = adapted(target_modules=["lm_head" if "use_dora" in settings else "q_proj"], **settings)
+def test_trainable_tokens() -> None:
+    model = adapted(target_modules=["q_proj"], trainable_token_indices={"lm_head": [1, 2]})
+    assert type(find_output_layer(model)).__name__ == "TrainableTokensWrapper"
+    assert_evaluated_as_the_model_does(model)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [LoraConfig(use_dora=True, target_modules=["lm_head"]), IA3Config(target_modules=["lm_head"], feedforward_modules=[]),
+     LoHaConfig(target_modules=["lm_head"])],
+    ids=lambda config: type(config).__name__,
+)  # fmt: skip
+def test_other_adapters_are_refused_by_name(config: PeftConfig) -> None:
+    model = get_peft_model(build("Qwen3", head_dim=8), config)
     kind = type(find_output_layer(model)).__name__
-    with pytest.raises(TypeError, match=rf"peft.*{kind}"):
+    with pytest.raises(TypeError, match=rf"output layer is .*peft\..*{kind}"):
         LogProbHead.from_model(model)
 
 
