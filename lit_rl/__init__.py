@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from lit_rl.rollout.engine import TransformersEngine as TransformersEngine
     from lit_rl.rollout.environment import Environment as Environment
     from lit_rl.rollout.environment import Turn as Turn
+    from lit_rl.rollout.rewards import SingleTurn as SingleTurn
     from lit_rl.trajectory import Trajectory as Trajectory
     from lit_rl.trajectory import from_dataset as from_dataset
     from lit_rl.trajectory import to_dataset as to_dataset
@@ -62,6 +63,7 @@ _HOMES = {
     "rollout.collect": ["Rollouts", "rollouts"],
     "rollout.engine": ["Engine", "TransformersEngine"],
     "rollout.environment": ["Environment", "Turn"],
+    "rollout.rewards": ["SingleTurn"],
     "trajectory": ["Trajectory", "from_dataset", "to_dataset"],
 }
 _HOME_OF = {name: f"lit_rl.{home}" for home, names in _HOMES.items() for name in names}

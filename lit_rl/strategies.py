@@ -163,6 +163,9 @@ def gathered_parameters(policy: nn.Module) -> Iterator[None]:
         policy: The module, sharded or not.
     """
     sharded = [module for module in policy.modules() if isinstance(module, FSDPModule)]
+    for module in sharded[:1]:
+        # The root has to be the first that FSDP2 sets up, and generation does not pass through its forward.
+        module._get_fsdp_state()._lazy_init()
     for module in sharded:
         module.unshard()
         module.set_reshard_after_forward(False, recurse=False)

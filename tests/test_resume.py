@@ -115,3 +115,14 @@ def test_resuming_from_the_end_of_an_iteration_makes_new_rollouts(reference, tmp
     run(model, "online", tmp_path, epochs=2)
     resumed = run(model, "online", tmp_path / "again", checkpoint=latest(tmp_path))
     assert_identical(resumed, reference["online"])
+
+
+@pytest.mark.parametrize("source", ["online", "list"])
+@pytest.mark.parametrize("stops", [[12, 12], [13, 12], [8, 4, 4, 8, 4], [7, 6, 9, 5, 4, 6]])
+def test_stopped_again_and_again(source, stops, reference, tmp_path):
+    model, checkpoint = tiny_policy_model(), None
+    for number, stop_after in enumerate(stops):
+        folder = tmp_path / str(number)
+        run(model, source, folder, stop_after=stop_after, checkpoint=checkpoint)
+        checkpoint = latest(folder) if list(folder.glob("*.ckpt")) else checkpoint
+    assert_identical(run(model, source, tmp_path / "end", checkpoint=checkpoint), reference[source])

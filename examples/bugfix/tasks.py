@@ -8,6 +8,7 @@ the tool `run` shows; the hidden ones decide the reward.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import count, islice
 from random import Random
 from typing import TypedDict
 
@@ -17,10 +18,9 @@ NUM_TRAINING_TASKS = 20
 NUM_HELD_OUT_TASKS = 10
 NUM_HIDDEN_TESTS = 6
 _WORD_OF_OPERATOR = {"+": "plus", "-": "minus", "*": "times", "/": "over", "%": "mod"}
-_LINE_COUNTS, _LINE_COUNT_WEIGHTS = (1, 2), (7, 3)
 
 
-class TestCase(TypedDict):
+class ProgramTest(TypedDict):
     """Inputs by name, and the value that the program should leave in `r`."""
 
     inputs: dict[str, int]
@@ -46,9 +46,9 @@ class BugFixTask(TypedDict):
     comments: list[str]
     program: list[str]
     reference: list[str]
-    visible_test: TestCase
+    visible_test: ProgramTest
     visible_trace: list[int]
-    hidden_tests: list[TestCase]
+    hidden_tests: list[ProgramTest]
 
 
 def bugfix_tasks(seed: int = 0) -> tuple[list[BugFixTask], list[BugFixTask]]:
@@ -79,15 +79,15 @@ def bugfix_tasks(seed: int = 0) -> tuple[list[BugFixTask], list[BugFixTask]]:
     )
 
 
-def practice_tasks(count: int, seed: int = 0) -> list[BugFixTask]:
+def practice_tasks(number: int, seed: int = 0) -> list[BugFixTask]:
     """Makes tasks for demonstrations; none of their programs is a training or held-out program of the same seed.
 
     Args:
-        count: How many.
+        number: How many.
         seed: Decides all tasks; give the seed of `bugfix_tasks`.
 
     Returns:
-        `count` tasks, the bug families in turn.
+        `number` tasks, the bug families in turn.
 
     Example:
         >>> [task["id"] for task in practice_tasks(2)]
@@ -96,10 +96,10 @@ def practice_tasks(count: int, seed: int = 0) -> list[BugFixTask]:
     training, held_out = bugfix_tasks(seed)
     taken = {tuple(task["reference"]) for task in training + held_out}
     tasks = _generate(Random(f"bugfix-practice-{seed}"), taken)
-    return [_named(next(tasks), "practice", index) for index in range(count)]
+    return [_named(task, "practice", index) for index, task in enumerate(islice(tasks, number))]
 
 
-def passes(program: Sequence[str], tests: Sequence[TestCase]) -> bool:
+def passes(program: Sequence[str], tests: Sequence[ProgramTest]) -> bool:
     """Whether a program leaves the wanted value in every test.
 
     Args:
@@ -122,14 +122,14 @@ def _named(task: BugFixTask, split: str, index: int) -> BugFixTask:
 
 
 def _generate(random: Random, taken: set[tuple[str, ...]]) -> Iterator[BugFixTask]:
-    """Yields tasks whose references are not in `taken`, the bug families in turn."""
-    while True:
-        for family in BUG_FAMILIES:
-            num_lines = random.choices(_LINE_COUNTS, _LINE_COUNT_WEIGHTS)[0]
-            task = None
-            while task is None:
-                task = _try_task(random, family, num_lines, taken)
-            yield task
+    """Yields tasks whose references are not in `taken`: the bug families in turn, every third task with two lines."""
+    for index in count():
+        family = list(BUG_FAMILIES)[index % len(BUG_FAMILIES)]
+        num_lines = 2 if index % 3 == 1 else 1
+        task = None
+        while task is None:
+            task = _try_task(random, family, num_lines, taken)
+        yield task
 
 
 def _try_task(random: Random, family: str, num_lines: int, taken: set[tuple[str, ...]]) -> BugFixTask | None:
@@ -220,15 +220,15 @@ _FIRST_PARTS: tuple[Callable[[Random], tuple[str, str]], ...] = (_start, _start,
 _LATER_PARTS: tuple[Callable[[Random], tuple[str, str]], ...] = (_operation, _bound, _repetition)
 
 
-def _draw_tests(random: Random, reference: Sequence[str]) -> list[TestCase] | None:
+def _draw_tests(random: Random, reference: Sequence[str]) -> list[ProgramTest] | None:
     """Draws one visible and `NUM_HIDDEN_TESTS` hidden tests; None where the reference fails or hardly varies."""
-    tests: list[TestCase] = []
+    tests: list[ProgramTest] = []
     for _ in range(1 + NUM_HIDDEN_TESTS):
         inputs = dict(zip(INPUTS, random.sample(range(1, 10), len(INPUTS)), strict=True))
         outcome = run_program(reference, inputs)
         if outcome.value is None:
             return None
-        tests.append(TestCase(inputs=inputs, want=outcome.value))
+        tests.append(ProgramTest(inputs=inputs, want=outcome.value))
     return tests if len({test["want"] for test in tests}) > 2 else None
 
 

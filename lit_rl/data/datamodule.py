@@ -201,6 +201,8 @@ class PackedDataModule(LightningDataModule):
         online = self.rollouts is not None
         return {
             "iteration": self.iteration.index,
+            "microbatches": self.iteration.plan.num_steps * self.iteration.plan.microbatches_per_step,
+            "microbatches_per_step": self.iteration.plan.microbatches_per_step,
             "trajectories": trajectories_to_state(self.iteration.trajectories) if online else None,
             "old_log_probs": self._old,
             "rollout_statistics": dict(self.rollout_statistics),
@@ -257,7 +259,8 @@ class PackedDataModule(LightningDataModule):
         rank, world_size = self._place()
         started = time.perf_counter()
         assert module.policy is not None
-        with strategies.gathered_parameters(module.policy):
+        context = self._running.precision_plugin.forward_context()
+        with context, strategies.gathered_parameters(module.policy):
             trajectories = self._rollouts().collect(
                 module.policy,
                 iteration=epoch,

@@ -52,11 +52,14 @@ class TileShape:
         """
         device = inputs.weights[0].device.type
         entries = _TILE_BYTES.get(device, _TILE_BYTES_ELSEWHERE) // inputs.compute_dtype.itemsize
-        columns = min(inputs.vocab_size, _TILE_COLUMNS.get(device, _TILE_COLUMNS_ELSEWHERE))
+        width = sum(weight.shape[1] for weight in inputs.weights)
+        # A block of the weight's gradient keeps to the budget of a tile.
+        columns = min(_TILE_COLUMNS.get(device, _TILE_COLUMNS_ELSEWHERE), max(_MIN_TILE_COLUMNS, entries // width))
+        columns = min(columns, inputs.vocab_size)
         if chunk_tokens is None:
             return cls(max(1, entries // columns), columns)
         # Up to two tiles and two blocks of a weight's gradient are alive at once.
-        alive = 2 * (chunk_tokens + sum(weight.shape[1] for weight in inputs.weights))
+        alive = 2 * (chunk_tokens + width)
         fitting = min(entries // chunk_tokens, int(share * chunk_tokens * inputs.vocab_size / alive))
         return cls(chunk_tokens, min(columns, max(_MIN_TILE_COLUMNS, fitting)))
 

@@ -18,6 +18,7 @@ from lit_rl import objectives, strategies
 from lit_rl.checks.head import check_head
 from lit_rl.data.batch import PackedBatch
 from lit_rl.data.evaluation import EvaluationRequest, reward_statistics
+from lit_rl.data.progress import settle_progress
 from lit_rl.normalization import Denominator, Normalization
 from lit_rl.policy.causal_lm import CausalLMPolicy
 from lit_rl.policy.step_metrics import StepSums, with_prefix
@@ -258,6 +259,10 @@ class PolicyModule(LightningModule):
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.steps_without_signal = int(checkpoint.get("lit_rl_steps_without_signal", 0))
+        data = checkpoint.get(type(getattr(self._trainer, "datamodule", None)).__qualname__)
+        if data and "microbatches" in data and "loops" in checkpoint:
+            counts = {"microbatches": data["microbatches"], "per_step": data["microbatches_per_step"]}
+            settle_progress(checkpoint, iteration=data["iteration"], **counts)
 
     @property
     def needs_old_log_probs(self) -> bool:

@@ -63,6 +63,11 @@ def test_splits_are_disjoint_and_balanced(seed: int) -> None:
     assert not {tuple(task["reference"]) for task in practice_tasks(500, seed)} & set(references)
 
 
+def test_every_third_task_has_two_lines() -> None:
+    for tasks in ([*bugfix_tasks(0)[0], *bugfix_tasks(0)[1]], practice_tasks(30)):
+        assert [len(task["program"]) for task in tasks] == [1, 2, 1] * 10
+
+
 def test_ids_are_unique() -> None:
     ids = [task["id"] for task in all_tasks(0)]
     assert len(set(ids)) == len(ids)

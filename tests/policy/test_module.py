@@ -48,7 +48,7 @@ def weights(module):
         {"max_epochs": 3, "log_every_n_steps": 1},
         {"strategy": DDPStrategy(process_group_backend="gloo")},
     ],
-    ids=str,
+    ids=lambda flags: "-".join(flags) or "default",
 )
 def test_trainer_flags_act_as_usual(flags, tmp_path):
     model = tiny_policy_model()

@@ -7,7 +7,7 @@ import pytest
 
 from lit_rl.curriculum import DynamicSampling
 from tests.rollout.collecting import OneToken, collect, content, same, source
-from tests.rollout.toys import Dialogue, make_tasks, tiny_policy
+from tests.rollout.toys import END, Dialogue, ScriptedEngine, make_tasks, tiny_policy
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
@@ -26,6 +26,18 @@ def test_iterations_differ_and_repeat() -> None:
     actions = [[t.token_ids[t.action_mask].tolist() for t in sorted(found, key=str)] for found in (*both, seeded)]
     assert actions[0] != actions[1]
     assert actions[0] != actions[2]
+
+
+def test_every_action_has_a_seed_of_its_own() -> None:
+    engine = ScriptedEngine([5, END])
+    made = source(engine=engine, tasks_per_iteration=6)
+    for iteration in range(3):
+        collect(made, iteration=iteration)
+    assert [len(seeds) for seeds in engine.seeds] == [18] * 9
+    assert len({seed for seeds in engine.seeds for seed in seeds}) == 18 * 9
+    other = ScriptedEngine([5, END])
+    collect(source(engine=other, tasks_per_iteration=6, seed=1))
+    assert not {seed for seeds in other.seeds for seed in seeds} & {seed for seeds in engine.seeds for seed in seeds}
 
 
 def test_a_task_sampled_twice_gets_two_groups_and_other_samples() -> None:

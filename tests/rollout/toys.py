@@ -59,6 +59,7 @@ class ScriptedEngine:
         self.turns = turns
         self.truncated = truncated
         self.prompts: list[list[list[int]]] = []
+        self.seeds: list[list[int]] = []
 
     def generate(
         self,
@@ -70,6 +71,7 @@ class ScriptedEngine:
     ) -> list[Completion]:
         action = list(self.turns[len(self.prompts) % len(self.turns)])
         self.prompts.append([list(prompt) for prompt in prompts])
+        self.seeds.append(list(seeds))
         limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
         said = [action[:limit] for limit in limits]
         return [Completion(ids, [-0.5] * len(ids), self.truncated or len(ids) < len(action)) for ids in said]

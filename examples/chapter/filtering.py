@@ -1,0 +1,135 @@
+"""14.5: rollouts spent on tasks by their pass rates. One run is a warmed-up policy, an arm, and 60 iterations of GRPO."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor
+from tqdm import tqdm
+
+from examples.bugfix.report import read_log
+from examples.bugfix.tasks import bugfix_tasks
+from examples.chapter.gym import GROUP, gym_rollouts, model_with, warm_weights
+from lit_rl import PackedDataModule, PolicyModule
+from lit_rl.callbacks import PassRateCurriculum, ZeroAdvantageMonitor
+from lit_rl.curriculum import BetaPosterior, LiveProbability
+
+LEARNING_RATE = 1e-3
+# Attempts per held-out task at each evaluation: 64 on 10 tasks have a standard error of at most 0.02.
+ATTEMPTS = 64
+EVERY = 10
+
+ARMS: dict[str, Callable[[], PassRateCurriculum]] = {
+    "unfiltered": lambda: PassRateCurriculum(rule="uniform"),
+    "last group": lambda: PassRateCurriculum(0.0, 1.0, estimator="last_group", revisit=1),
+    "mean of three": lambda: PassRateCurriculum(0.0, 1.0, estimator="mean_of_last", revisit=1),
+    "p(1-p)": lambda: PassRateCurriculum(estimator="last_group", rule="variance", revisit=1),
+    "Beta posterior": lambda: PassRateCurriculum(
+        estimator=BetaPosterior(memory=0.98), rule=LiveProbability(GROUP, least=0.4), revisit=1
+    ),
+}
+
+
+class Job(NamedTuple):
+    """One run, as it is sent to a process."""
+
+    arm: str
+    seed: int
+    iterations: int
+    attempts: int
+    weights: dict[str, Tensor]
+
+
+def train(job: Job) -> dict[str, Any]:
+    """One run.
+
+    Args:
+        job: What to run.
+
+    Returns:
+        Series by iteration and totals; plain data.
+    """
+    _be_quiet()
+    torch.set_num_threads(1)
+    started = time.perf_counter()
+    module = PolicyModule(model_with(job.weights), learning_rate=LEARNING_RATE)
+    data = PackedDataModule(
+        gym_rollouts(job.seed),
+        max_tokens=2048,
+        seed=job.seed,
+        validation_tasks=bugfix_tasks()[1],
+        validation_attempts=job.attempts,
+    )
+    with TemporaryDirectory() as folder:
+        trainer = Trainer(
+            accelerator="cpu",
+            devices=1,
+            max_epochs=job.iterations,
+            check_val_every_n_epoch=min(EVERY, job.iterations),
+            gradient_clip_val=1.0,
+            num_sanity_val_steps=0,
+            enable_checkpointing=False,
+            enable_model_summary=False,
+            enable_progress_bar=False,
+            log_every_n_steps=1,
+            logger=CSVLogger(folder, name="", version=""),
+            callbacks=[ARMS[job.arm](), ZeroAdvantageMonitor(share=1.0)],
+        )
+        (before,) = trainer.validate(module, data, verbose=False)
+        trainer.fit(module, data)
+        log = {name: [value for _, value in series] for name, series in read_log(Path(folder)).items()}
+    return {
+        "arm": job.arm,
+        "seed": job.seed,
+        "iterations": job.iterations,
+        "episodes": log["rollout/trajectories"],
+        "pass_rate": log["rollout/pass_rate"],
+        "groups": log["curriculum/tasks_drawn"],
+        "dead_share": log["zero_advantage/groups"],
+        "pool": log["curriculum/pool_size"],
+        "wasted": log["zero_advantage/episodes_wasted"][-1],
+        "held_out": [before["val/pass_rate"], *log["val/pass_rate"][-(job.iterations // min(EVERY, job.iterations)) :]],
+        "seconds": round(time.perf_counter() - started, 1),
+    }
+
+
+def run_all(arms: Sequence[str], seeds: Sequence[int], iterations: int, attempts: int, processes: int) -> list[Any]:
+    """All arms on all seeds, a few processes at a time; the arms of a seed start from the same weights.
+
+    Args:
+        arms: Names in `ARMS`.
+        seeds: Of initial weights, demonstrations and sampling.
+        iterations: Iterations per run.
+        attempts: Attempts per held-out task.
+        processes: Runs at a time.
+
+    Returns:
+        What `train` returned, by seed and arm.
+    """
+    warm = {seed: warm_weights(seed) for seed in seeds}
+    jobs = [Job(arm, seed, iterations, attempts, warm[seed]) for seed in seeds for arm in arms]
+    context = multiprocessing.get_context("spawn")
+    found = []
+    with ProcessPoolExecutor(processes, mp_context=context) as pool, tqdm(total=len(jobs), desc="14.5 runs") as bar:
+        for future in as_completed([pool.submit(train, job) for job in jobs]):
+            found.append(future.result())
+            bar.set_postfix_str(f"{found[-1]['arm']}, seed {found[-1]['seed']}")
+            bar.update()
+    order = list(arms)
+    return sorted(found, key=lambda run: (run["seed"], order.index(run["arm"])))
+
+
+def _be_quiet() -> None:
+    warnings.filterwarnings("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)

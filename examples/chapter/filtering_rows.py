@@ -1,0 +1,154 @@
+"""The comparison of 14.5, from the runs: means over seeds with standard errors, and what they cannot resolve."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import mean, stdev
+from typing import Any
+
+from examples.chapter.filtering import ARMS, ATTEMPTS, run_all
+from examples.chapter.table import Row, Section, percent
+from lit_rl.throughput import dead_group_share
+
+Runs = Sequence[dict[str, Any]]
+TAIL = 20
+GYM = "another gym"
+
+
+def reproduce(quick: bool, processes: int = 2) -> Section:
+    """Computes the section.
+
+    Args:
+        quick: One seed, two arms and 12 iterations instead of four seeds, five arms and 60.
+        processes: Runs at a time.
+
+    Returns:
+        Rows, and the runs for the picture.
+    """
+    arms, seeds = (list(ARMS)[:2], range(1)) if quick else (list(ARMS), range(4))
+    runs = run_all(arms, seeds, 12 if quick else 60, 16 if quick else ATTEMPTS, processes)
+    section = Section("14.5", f"Filtering tasks by pass rate ({len(seeds)} seeds, {runs[0]['iterations']} iterations)")
+    section.rows = rows_of(runs)
+    section.data = {"runs": runs}
+    return section
+
+
+def rows_of(runs: Runs) -> list[Row]:
+    """All rows of the section.
+
+    Args:
+        runs: As `run_all` returns them; at least the arms "unfiltered" and "last group".
+
+    Returns:
+        Rows.
+    """
+    full, hard = of_arm(runs, "unfiltered"), of_arm(runs, "last group")
+    saved = 1 - sum(map(episodes, hard)) / sum(map(episodes, full))
+    rows = [
+        Row("episodes, unfiltered", "3,840", _many(map(episodes, full))),
+        Row("episodes, last group in (0, 1)", "2,088 and 2,184 (2,100 to 2,600 over four)", _many(map(episodes, hard))),
+        Row("episodes saved", "43% to 46%", percent(saved, 0), GYM),
+        Row(f"zero-advantage groups, last {TAIL}, unfiltered", "0.61 to 0.68", _shares(full), GYM),
+        Row(f"zero-advantage groups, last {TAIL}, filtered", "0.38 to 0.47", _shares(hard), GYM),
+        Row("held-out pass rate before reinforcement", "-", mean_and_error([run["held_out"][0] for run in full])),
+        Row("held-out pass rate, unfiltered", "0.76 and 0.82 (to 0.85 over four)", _held_out(full), GYM),
+        Row("held-out pass rate, filtered", "0.73 and 0.77 (0.72 to 0.81 over four)", _held_out(hard), GYM),
+        Row("difference, filtered less unfiltered, by seed", "about -0.04", *difference(runs, "last group")),
+        Row("a group is all-pass at pass rate 0.9", "43%", percent(dead_group_share(0.9, 8), 0)),
+    ]
+    others = [arm for arm in ARMS if arm not in ("unfiltered", "last group") and of_arm(runs, arm)]
+    return rows + [row for arm in others for row in _other(runs, arm)]
+
+
+def waste_rows(runs: Runs) -> list[Row]:
+    """Episodes in groups without advantage, for the design problem of 14.7.
+
+    Args:
+        runs: As in `rows_of`.
+
+    Returns:
+        Rows.
+    """
+    rows = []
+    for arm, source in (("unfiltered", "43% of 7,680"), ("last group", "27% of 4,272")):
+        chosen = of_arm(runs, arm)
+        sampled, wasted = sum(map(episodes, chosen)), sum(run["wasted"] for run in chosen)
+        found = f"{percent(wasted / sampled, 0)} of {sampled:,}"
+        rows.append(Row(f"zero-variance prompts: episodes without gradient, {arm}", source, found, GYM))
+    return rows
+
+
+def _other(runs: Runs, arm: str) -> list[Row]:
+    exercise = {"mean of three": "exercise 4: ", "p(1-p)": "exercise 5: "}.get(arm, "")
+    chosen, hard = of_arm(runs, arm), of_arm(runs, "last group")
+    more = sum(map(episodes, chosen)) / sum(map(episodes, hard)) - 1
+    value, error = difference(runs, arm)
+    return [
+        Row(f"{exercise}episodes, {arm}", "-", _many(map(episodes, chosen)), f"{more:+.0%} against the last group"),
+        Row(f"{exercise}zero-advantage groups, last {TAIL}, {arm}", "-", _shares(chosen)),
+        Row(f"{exercise}held-out pass rate, {arm}", "-", _held_out(chosen), f"against unfiltered: {value} {error}"),
+    ]
+
+
+def of_arm(runs: Runs, arm: str) -> list[dict[str, Any]]:
+    """The runs of one arm, by seed."""
+    return [run for run in runs if run["arm"] == arm]
+
+
+def episodes(run: dict[str, Any]) -> int:
+    """Episodes sampled for training."""
+    return round(sum(run["episodes"]))
+
+
+def late_dead_share(run: dict[str, Any]) -> float:
+    """Share of the groups of the last 20 iterations without any advantage."""
+    groups, shares = run["groups"][-TAIL:], run["dead_share"][-TAIL:]
+    return sum(n * share for n, share in zip(groups, shares, strict=True)) / sum(groups)
+
+
+def difference(runs: Runs, arm: str) -> tuple[str, str]:
+    """Held-out pass rate of an arm less that of the unfiltered one, paired by seed, and how to read it.
+
+    Args:
+        runs: As in `rows_of`.
+        arm: The arm.
+
+    Returns:
+        Mean and standard error, and a sentence.
+    """
+    full = {run["seed"]: run["held_out"][-1] for run in of_arm(runs, "unfiltered")}
+    pairs = [run["held_out"][-1] - full[run["seed"]] for run in of_arm(runs, arm)]
+    if len(pairs) < 2:
+        return f"{pairs[0]:+.3f}", "one seed resolves nothing"
+    error = stdev(pairs) / math.sqrt(len(pairs))
+    inside = abs(mean(pairs)) < 2 * error
+    reading = "within two standard errors of 0" if inside else "more than two standard errors from 0"
+    return f"{mean(pairs):+.3f} ± {error:.3f}", f"{reading}; {len(pairs)} seeds see no less than {2 * error:.2f}"
+
+
+def mean_and_error(values: Sequence[float]) -> str:
+    """Mean and standard error over seeds.
+
+    Example:
+        >>> mean_and_error([0.7, 0.8])
+        '0.750 ± 0.050'
+    """
+    if len(values) < 2:
+        return f"{values[0]:.3f}"
+    return f"{mean(values):.3f} ± {stdev(values) / math.sqrt(len(values)):.3f}"
+
+
+def _held_out(runs: Runs) -> str:
+    values = [run["held_out"][-1] for run in runs]
+    return f"{mean_and_error(values)} ({min(values):.2f} to {max(values):.2f})"
+
+
+def _shares(runs: Runs) -> str:
+    values = [late_dead_share(run) for run in runs]
+    return f"{min(values):.2f} to {max(values):.2f}"
+
+
+def _many(values: Any) -> str:
+    listed = sorted(values)
+    return f"{listed[0]:,}" if listed[0] == listed[-1] else f"{listed[0]:,} to {listed[-1]:,}"
