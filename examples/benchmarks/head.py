@@ -153,7 +153,7 @@ def products(inputs: Inputs) -> None:
 
 def head_products(inputs: Inputs) -> None:
     """The same three products in the head's tiles and by what it multiplies with."""
-    _products(inputs, multiply, 1024, 4096)
+    _products(inputs, multiply, 1024, 6144)
 
 
 ROWS: dict[str, tuple[str, Callable[[Inputs], None]]] = {

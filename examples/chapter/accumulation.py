@@ -112,4 +112,6 @@ def _range(counts: Sequence[int]) -> str:
 def exact_gradient_error(module: MicrobatchMean, split: Sequence[Sequence[int]]) -> float:
     """Relative error of lit_rl's accumulated gradient in float64, for tests."""
     module = module.to(torch.float64)
-    return relation(module.weighted_gradient(split), module.weighted_gradient([sum(map(list, split), [])]))[0]
+    return relation(
+        module.weighted_gradient(split), module.weighted_gradient([[index for part in split for index in part]])
+    )[0]

@@ -83,8 +83,8 @@ def loss_normalization(episodes: Sequence[Trajectory], weights: Mapping[str, Ten
         message = "nothing was found"
     except MisconfigurationException as error:
         message = str(error)
-    module = accumulation.MicrobatchMean(CausalLMPolicy(gym.model_with(dict(weights))), episodes)
-    figures = module.judge(accumulation.splits(episodes)["sorted"]).figures
+    chapters = accumulation.MicrobatchMean(CausalLMPolicy(gym.model_with(dict(weights))), episodes)
+    figures = chapters.judge(accumulation.splits(episodes)["sorted"]).figures
     least, most = figures["distortion_min"], figures["distortion_max"]
     microbatches = ", ".join(map(str, counts))
     return [

@@ -1,4 +1,4 @@
-"""14.5: rollouts spent on tasks by their pass rates. One run is a warmed-up policy, an arm, and 60 iterations of GRPO."""
+"""14.5: rollouts spent on tasks by their pass rates. A run is a warmed-up policy, an arm, and GRPO."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from lit_rl.throughput.memory import Head
 MICROBATCH = 32_768
 HEADS: dict[Head, str] = {"full": "full logits", "chunked": "chunked", "recomputed": "chunked and recomputed"}
 # The chapter's peaks through the output layer of Qwen3-0.6B, by head and tokens.
-SOURCE = {
+SOURCE: dict[tuple[Head, int], str] = {
     ("full", 4_096): "7.5 GB",
     ("full", 16_384): "29.9 GB",
     ("chunked", 4_096): "half of it",

@@ -123,7 +123,7 @@ def differences(
 def learned_position_differences(episodes: Sequence[Trajectory], rows: Sequence[Sequence[int]]) -> float:
     """The damage of running positions alone, in nats, on a random GPT-2 with learned positions."""
     vocabulary = 1 + max(int(episode.token_ids.max()) for episode in episodes)
-    room = {"n_positions": ROW_TOKENS, "max_position_embeddings": ROW_TOKENS}
+    room: dict[str, Any] = {"n_positions": ROW_TOKENS, "max_position_embeddings": ROW_TOKENS}
     policy = CausalLMPolicy(tiny_policy_model("gpt2", vocab_size=vocabulary, **room), layout="packed")
     return differences(policy, episodes, rows)["block_running"]
 

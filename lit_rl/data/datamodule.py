@@ -27,6 +27,7 @@ from lit_rl.data.state import trajectories_from_state, trajectories_to_state
 from lit_rl.data.summary import DatasetTrajectories, Summary, summarize
 from lit_rl.policy.module import PolicyModule
 from lit_rl.rollout.collect import Rollouts
+from lit_rl.throughput.cost import segment_cost_of
 from lit_rl.trajectory import Trajectory
 
 
@@ -284,6 +285,7 @@ class PackedDataModule(LightningDataModule):
             self._options,
             num_steps=num_steps,
             layout=module.policy.resolve_layout(),
+            cost=self._options.cost or segment_cost_of(module.policy.model),
             normalization=module.normalization,
             constant=module.constant,
             denominator=module.denominator,

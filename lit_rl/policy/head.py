@@ -82,7 +82,7 @@ def token_log_probs(
         softcap: Bounds the logits to `softcap * tanh(logits / softcap)`, after the scale and before the temperature.
         vocab_size: Real size of the vocabulary, where the weight has more rows: they get no probability and no
             gradient. None means every row is a token.
-        chunk_tokens: Tokens of a tile. None chooses a tile of 16 MiB on CPU and 256 MiB elsewhere.
+        chunk_tokens: Tokens of a tile. None chooses a tile of 24 MiB on CPU and 256 MiB elsewhere.
         entropy: Whether to compute entropies.
 
     Returns:
@@ -133,7 +133,7 @@ class LogProbHead(nn.Module):
         softcap: Bound of the logits, applied after the scale; None for none.
         vocab_size: Real size of the vocabulary, where the layer has more rows; None uses all of them.
         chunk_tokens: Tokens whose logits may exist at a time. None chooses by bytes: `forward` and `logits` use tiles
-            of 16 MiB on CPU and 256 MiB elsewhere, `loss` a chunk of logits of 512 MiB.
+            of 24 MiB on CPU and 256 MiB elsewhere, `loss` a chunk of logits of 512 MiB.
 
     Raises:
         TypeError: The output layer is more than a matrix and a bias; the message names its type.

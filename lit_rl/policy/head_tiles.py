@@ -22,10 +22,11 @@ from lit_rl.policy.head_products import HeadInputs, Rows, VocabBlock, take
 #: Exponents below this give exactly zero in float64 too, and times zero they still give zero: -inf would give NaN.
 _LOWEST_EXPONENT = -1e4
 
-#: Bytes of one tile where none is asked for: a CPU's tile stays in cache, an accelerator's keeps its units busy.
-_TILE_BYTES = {"cpu": 16 * 2**20}
+#: Bytes of one tile where none is asked for: a CPU's tile stays in cache, and below the 32 MiB from which on glibc
+#: maps fresh pages for every allocation; an accelerator's tile keeps its units busy.
+_TILE_BYTES = {"cpu": 24 * 2**20}
 _TILE_BYTES_ELSEWHERE = 256 * 2**20
-_TILE_COLUMNS = {"cpu": 4096}
+_TILE_COLUMNS = {"cpu": 6144}
 _TILE_COLUMNS_ELSEWHERE = 16384
 _MIN_TILE_COLUMNS = 64
 
@@ -46,9 +47,9 @@ class TileShape:
         >>> rest = (None, torch.zeros(5000), None, 1.0, 1.0, None, 100_000, None)
         >>> inputs = HeadInputs([hidden], [weight], *rest)
         >>> TileShape.choose(inputs, None)
-        TileShape(rows=1024, columns=4096)
+        TileShape(rows=1024, columns=6144)
         >>> TileShape.choose(inputs, 64)
-        TileShape(rows=64, columns=4096)
+        TileShape(rows=64, columns=6144)
         """
         device = inputs.weights[0].device.type
         entries = _TILE_BYTES.get(device, _TILE_BYTES_ELSEWHERE) // inputs.compute_dtype.itemsize

@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 
-from lit_rl import PackedDataModule, PolicyModule, Trajectory
+from lit_rl import Environment, PackedDataModule, PolicyModule, Rollouts, Trajectory, Turn, rollouts
 from lit_rl.testing import tiny_policy_model
 from tests.helpers import quiet_trainer, random_trajectories
 
@@ -49,7 +49,32 @@ def nothing_scored() -> list[Trajectory]:
     return [Trajectory([4, 5, 6], [0, 0, 0], float(i), group="g", log_probs=[0.0] * 3) for i in range(4)]
 
 
+class Parity(Environment):
+    """Two turns; rewards the parity of what was said, so that groups are mixed."""
+
+    def reset(self, task):
+        self.turns = 0
+        return [5] * (1 + task["number"] % 3) + [task["number"]]
+
+    def step(self, token_ids):
+        self.turns += 1
+        return Turn([7] * len(token_ids), done=self.turns == 2, reward=float(sum(token_ids) % 2))
+
+
+def online() -> Rollouts:
+    """Rollouts by the policy itself, of different lengths on each rank."""
+    tasks = [{"id": f"task {number}", "number": number} for number in range(8, 14)]
+    return rollouts(Parity, tasks, tasks_per_iteration=5, group_size=3, end_ids=[2], max_new_tokens=5, max_turns=2)
+
+
 CASES: dict[str, dict[str, Any]] = {
+    "online": {
+        "trajectories": online,
+        "max_tokens": 40,
+        "module": {"objective": "clipped_ratio", "learning_rate": 1e-2},
+        "data": {"validation_tasks": [{"id": f"new {number}", "number": number} for number in (20, 21, 22)]},
+        "trainer": {"max_epochs": 3},
+    },
     "uneven": {"trajectories": lambda: random_trajectories(22, seed=2, lengths=(3, 16)), "max_tokens": 18},
     "clipped_ratio_three_steps": {
         "trajectories": lambda: random_trajectories(24, seed=4),
