@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging
 import multiprocessing
 import time
@@ -117,17 +119,33 @@ def run_all(arms: Sequence[str], seeds: Sequence[int], iterations: int, attempts
     Returns:
         What `train` returned, by seed and arm.
     """
-    warm = {seed: warm_weights(seed) for seed in seeds}
-    jobs = [Job(arm, seed, iterations, attempts, warm[seed]) for seed in seeds for arm in arms]
     context = multiprocessing.get_context("spawn")
     found = []
-    with ProcessPoolExecutor(processes, mp_context=context) as pool, tqdm(total=len(jobs), desc="14.5 runs") as bar:
-        for future in as_completed([pool.submit(train, job) for job in jobs]):
-            found.append(future.result())
-            bar.set_postfix_str(f"{found[-1]['arm']}, seed {found[-1]['seed']}")
-            bar.update()
+    with ProcessPoolExecutor(processes, mp_context=context) as pool:
+        warm = list(tqdm(pool.map(warm_up, seeds), total=len(seeds), desc="14.5 warm-up"))
+        jobs = [Job(arm, seed, iterations, attempts, warm[i]) for i, seed in enumerate(seeds) for arm in arms]
+        with tqdm(total=len(jobs), desc="14.5 runs") as bar:
+            for future in as_completed([pool.submit(train, job) for job in jobs]):
+                found.append(future.result())
+                bar.set_postfix_str(f"{found[-1]['arm']}, seed {found[-1]['seed']}")
+                bar.update()
     order = list(arms)
     return sorted(found, key=lambda run: (run["seed"], order.index(run["arm"])))
+
+
+def warm_up(seed: int) -> dict[str, Tensor]:
+    """The imitation warm-up in a process of its own, without a progress bar.
+
+    Args:
+        seed: See `warm_weights`.
+
+    Returns:
+        See `warm_weights`.
+    """
+    _be_quiet()
+    torch.set_num_threads(1)
+    with contextlib.redirect_stdout(io.StringIO()):
+        return warm_weights(seed)
 
 
 def _be_quiet() -> None:

@@ -136,9 +136,9 @@ def reproduce(quick: bool) -> Section:
         section.rows.append(Row("measured on CUDA at these sizes", "see above", "not measured", "no GPU here"))
     sizes = " / ".join(f"{tokens:,}" for tokens in options.tokens)
     for name, by_tokens in measured.items():
-        values = " / ".join(f"{value / 1e9:.2f}" for value in by_tokens.values())
+        values = " / ".join(f"{value / 1e6:,.0f}" for value in by_tokens.values())
         why = "grows with the tokens" if name in ("full logits", "chunked") else "does not"
-        section.rows.append(Row(f"{name}, {sizes} tokens", "-", f"{values} GB", f"{why}; {where}"))
+        section.rows.append(Row(f"{name}, {sizes} tokens", "-", f"{values} MB", f"{why}; {where}"))
     problem: dict[str, Any] = {"width": options.width, "chunk": options.chunk, "device": options.device}
     section.data = {"measured": measured, "problem": problem, "by_part": by_part()}
     return section

@@ -51,6 +51,7 @@ def draw_layouts(data: Mapping[str, Any]) -> Any:
     import numpy as np
     from matplotlib import pyplot
     from matplotlib.colors import ListedColormap
+    from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
     grids = {name: np.array([list(map(int, row)) for row in data[name]["kind"]]) for name in ("padded", "packed")}
@@ -59,7 +60,7 @@ def draw_layouts(data: Mapping[str, Any]) -> Any:
     figure, axes = pyplot.subplots(
         1, 2, figsize=(11, 4.9), gridspec_kw={"width_ratios": widths, "wspace": 0.1}, layout="constrained"
     )
-    titles = {"padded": "padded to the longest", "packed": f"packed into rows of {widths[1]}"}
+    titles = {"padded": "padded", "packed": f"packed into rows of {widths[1]}"}
     colours = ListedColormap([GREY, AQUA, BLUE])
     for axis, (name, grid) in zip(axes, grids.items(), strict=True):
         edges = (-0.5, grid.shape[1] - 0.5, grid.shape[0] - 0.5, -0.5)
@@ -73,8 +74,10 @@ def draw_layouts(data: Mapping[str, Any]) -> Any:
         row, column = divmod(start, width)
         axes[1].vlines(column - 0.5, row - 0.5, row + 0.5, color=DARK, linewidth=1.1)
     entries = [("sampled by the policy", BLUE), ("prompt and tool output", AQUA), ("padding", GREY)]
-    handles = [Patch(color=colour, label=label) for label, colour in entries]
-    handles.append(Patch(facecolor="white", edgecolor=DARK, label="dark ticks: where a segment starts"))
+    handles: list[Any] = [Patch(color=colour, label=label) for label, colour in entries]
+    tick = {"color": DARK, "marker": "|", "linestyle": "", "markersize": 11, "markeredgewidth": 1.5}
+    handles.append(Line2D([], [], label="start of a segment", **tick))
+    axes[1].set_yticks([0, grids["packed"].shape[0] - 1])
     axes[1].legend(handles=handles, loc="lower right", frameon=False, fontsize=10)
     return figure
 
@@ -101,6 +104,7 @@ def draw_memory(data: Mapping[str, Any]) -> Any:
         )
     right.set(xscale="log", yscale="log", xlabel="tokens", ylabel="GB beyond inputs and gradients")
     right.set_xticks(tokens, [f"{n:,}" for n in tokens])
+    right.set_yticks([0.01, 0.1, 1.0], ["0.01", "0.1", "1"])
     right.minorticks_off()
     right.set_xlim(tokens[0] * 0.85, tokens[-1] * 2.6)
     right.set_title(
