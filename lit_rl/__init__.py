@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from lit_rl.curriculum import PassRate as PassRate
     from lit_rl.curriculum import TaskSampler as TaskSampler
     from lit_rl.data.batch import PackedBatch as PackedBatch
-    from lit_rl.data.batch import collate as collate
+    from lit_rl.data.collate import collate as collate
     from lit_rl.data.datamodule import PackedDataModule as PackedDataModule
     from lit_rl.data.packing import pack_sequences as pack_sequences
     from lit_rl.data.plan import StepPlan as StepPlan
@@ -50,7 +50,8 @@ _HOMES = {
     "checks.sampler_ratio": ["check_sampler_ratio"],
     "checks.verdict": ["Verdict"],
     "curriculum": ["PassRate", "TaskSampler"],
-    "data.batch": ["PackedBatch", "collate"],
+    "data.batch": ["PackedBatch"],
+    "data.collate": ["collate"],
     "data.datamodule": ["PackedDataModule"],
     "data.packing": ["pack_sequences"],
     "data.plan": ["StepPlan"],

@@ -195,7 +195,7 @@ class PaddingCounts(CountingMetric):
     trajectories as one padded batch per step.
 
     Example:
-        >>> from lit_rl.data.batch import collate
+        >>> from lit_rl.data.collate import collate
         >>> from lit_rl.trajectory import Trajectory
         >>> metric = PaddingCounts()
         >>> metric.update(collate([Trajectory([1, 2, 3, 4, 5], [0, 0, 1, 1, 1], 1.0)], rows=[[0]], row_tokens=8))

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lit_rl.data.batch import collate, filler_batch
+from lit_rl.data.collate import collate, filler_batch
 from lit_rl.metrics import LogRatioCounts, PaddingCounts, TokenMean, ZeroAdvantageCounts
 from lit_rl.trajectory import Trajectory
 from tests.helpers import random_trajectories

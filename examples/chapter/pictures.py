@@ -75,7 +75,7 @@ def draw_layouts(data: Mapping[str, Any]) -> Any:
         axes[1].vlines(column - 0.5, row - 0.5, row + 0.5, color=DARK, linewidth=1.1)
     entries = [("sampled by the policy", BLUE), ("prompt and tool output", AQUA), ("padding", GREY)]
     handles: list[Any] = [Patch(color=colour, label=label) for label, colour in entries]
-    tick = {"color": DARK, "marker": "|", "linestyle": "", "markersize": 11, "markeredgewidth": 1.5}
+    tick: dict[str, Any] = {"color": DARK, "marker": "|", "linestyle": "", "markersize": 11, "markeredgewidth": 1.5}
     handles.append(Line2D([], [], label="start of a segment", **tick))
     axes[1].set_yticks([0, grids["packed"].shape[0] - 1])
     axes[1].legend(handles=handles, loc="lower right", frameon=False, fontsize=10)

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from lit_rl.checks.verdict import Verdict
-from lit_rl.data.batch import PackedBatch, collate
+from lit_rl.data.batch import PackedBatch
+from lit_rl.data.collate import collate
 from lit_rl.policy.causal_lm import CausalLMPolicy
 from lit_rl.policy.isolation import probing_mode
 from lit_rl.policy.probe import device_of, vocabulary_of

@@ -18,7 +18,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from lit_rl.data.batch import PackedBatch, collate
+from lit_rl.data.batch import PackedBatch
+from lit_rl.data.collate import collate
 from lit_rl.policy.causal_lm import CausalLMPolicy
 from lit_rl.throughput.presets import PRESETS
 from lit_rl.throughput.reading import resolve_config

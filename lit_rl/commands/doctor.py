@@ -166,7 +166,7 @@ def _sampler_ratio(module: PolicyModule, trajectories: list[Trajectory], max_tok
     import torch
 
     from lit_rl.checks.sampler_ratio import check_sampler_ratio
-    from lit_rl.data.batch import collate
+    from lit_rl.data.collate import collate
     from lit_rl.data.packing import pack_sequences
     from lit_rl.rollout.engine import TransformersEngine
     from lit_rl.trajectory import Trajectory

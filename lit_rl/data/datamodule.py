@@ -22,6 +22,7 @@ from lit_rl.data.batch import PackedBatch
 from lit_rl.data.evaluation import EvaluationRequest, reward_statistics
 from lit_rl.data.iteration import Iteration, IterationOptions, build_iteration
 from lit_rl.data.loader import ResumableLoader
+from lit_rl.data.old_log_probs import sampler_log_probs, score_trajectories
 from lit_rl.data.sampler import TokenBudgetSampler
 from lit_rl.data.state import trajectories_from_state, trajectories_to_state
 from lit_rl.data.summary import DatasetTrajectories, Summary, summarize
@@ -307,20 +308,14 @@ class PackedDataModule(LightningDataModule):
         if self._old is not None or not module.needs_old_log_probs:
             return self._old
         if self.old_log_probs == "sampler":
-            return [_required_log_probs(t, number) for number, t in enumerate(iteration.trajectories)]
+            return sampler_log_probs(iteration.trajectories)
         if iteration.plan.num_steps == 1:
             return None  # before the only update the policy is its own reference: the ratio is exactly 1
-        started = time.perf_counter()
-        mine: dict[int, Tensor] = {}
         assert module.policy is not None
-        with torch.no_grad(), self._running.precision_plugin.train_step_context():
-            for batch in self._loader(iteration, None):
-                moved = batch.to(module.device)
-                mine.update(_by_trajectory(batch, moved, module.policy(moved).log_probs))
-        old = [torch.zeros(length) for length in iteration.lengths]
-        for share in strategies.gather_over_ranks(mine):
-            for number, log_probs in share.items():
-                old[number] = log_probs
+        started = time.perf_counter()
+        with self._running.precision_plugin.train_step_context():
+            loader = self._loader(iteration, None)
+            old = score_trajectories(module.policy, loader, iteration.lengths, module.device)
         self.old_log_probs_seconds = time.perf_counter() - started
         return old
 
@@ -359,14 +354,6 @@ class EveryRankSampler(DistributedSampler):
         super().__init__(items, num_replicas=1, rank=0, shuffle=False)  # type: ignore[arg-type]
 
 
-def _by_trajectory(batch: PackedBatch, moved: PackedBatch, log_probs: Tensor) -> dict[int, Tensor]:
-    flat = moved.grid(log_probs).flatten().cpu()
-    pieces = zip(
-        batch.trajectory_index.tolist(), batch.segment_starts.tolist(), batch.segment_lengths.tolist(), strict=True
-    )
-    return {index: flat[start : start + length] for index, start, length in pieces if index >= 0}
-
-
 def _as_trajectories(source: Any) -> Sequence[Trajectory]:
     if isinstance(source, Dataset):
         return DatasetTrajectories(source)
@@ -376,12 +363,3 @@ def _as_trajectories(source: Any) -> Sequence[Trajectory]:
         f"the source is a {type(source).__name__}; expected `rollouts(...)`, a datasets.Dataset of trajectories, or a "
         "list of Trajectory"
     )
-
-
-def _required_log_probs(trajectory: Trajectory, number: int) -> Tensor:
-    if trajectory.log_probs is None:
-        raise ValueError(
-            f"trajectory {number} (task {trajectory.task!r}) has no `log_probs`; `old_log_probs='sampler'` needs them, "
-            "'recompute' does not"
-        )
-    return trajectory.log_probs

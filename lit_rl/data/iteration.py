@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from lit_rl.advantages import Baseline, Scale, group_advantages
-from lit_rl.data.batch import Layout, PackedBatch, collate, filler_batch
+from lit_rl.data.batch import Layout, PackedBatch
+from lit_rl.data.collate import collate, filler_batch
 from lit_rl.data.packing import fit_lengths
 from lit_rl.data.planner import StepPlan, partition_steps, plan_partition
 from lit_rl.data.summary import Summary, cut, summarize, unscored

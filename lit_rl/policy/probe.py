@@ -9,7 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from lit_rl.data.batch import Layout, PackedBatch, collate
+from lit_rl.data.batch import Layout, PackedBatch
+from lit_rl.data.collate import collate
 from lit_rl.policy.head import LogProbHead
 from lit_rl.trajectory import Trajectory
 

@@ -25,9 +25,7 @@ def segment_cost(shape: ModelShape, *, typical_length: int = 4096) -> SegmentCos
         51324
     """
     flops = model_flops(shape, [typical_length], attention="causal_half")
-    return SegmentCost(
-        linear=(flops.body + flops.head) / typical_length, quadratic=flops.attention / typical_length**2
-    )
+    return SegmentCost(linear=(flops.body + flops.head) / typical_length, quadratic=flops.attention / typical_length**2)
 
 
 def segment_cost_of(model: Any) -> SegmentCost | None:

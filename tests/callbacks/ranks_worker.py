@@ -9,7 +9,8 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 
 from lit_rl.callbacks import PaddingMonitor, SamplerRatioMonitor, ZeroAdvantageMonitor
-from lit_rl.data.batch import PackedBatch, collate, filler_batch
+from lit_rl.data.batch import PackedBatch
+from lit_rl.data.collate import collate, filler_batch
 from lit_rl.metrics import TokenMean, ZeroAdvantageCounts
 from lit_rl.strategies import gather_over_ranks
 from tests.callbacks.stubs import StubModule, attempt, loader

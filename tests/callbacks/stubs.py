@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lit_rl.curriculum import TaskSampler
-from lit_rl.data.batch import PackedBatch, collate
+from lit_rl.data.batch import PackedBatch
+from lit_rl.data.collate import collate
 from lit_rl.data.iteration import Iteration, IterationOptions, build_iteration
 from lit_rl.trajectory import Trajectory
 

@@ -8,7 +8,7 @@ import pytest
 
 from lit_rl.callbacks import PaddingMonitor
 from lit_rl.callbacks.padding import count_plan
-from lit_rl.data.batch import collate, filler_batch
+from lit_rl.data.collate import collate, filler_batch
 from lit_rl.data.iteration import IterationOptions, build_iteration
 from lit_rl.metrics import PaddingCounts
 from tests.callbacks.stubs import StubDataModule, StubModule, attempt, group, loader

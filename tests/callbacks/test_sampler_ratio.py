@@ -15,7 +15,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lit_rl.callbacks import SamplerRatioMonitor
-from lit_rl.data.batch import PackedBatch, collate, filler_batch
+from lit_rl.data.batch import PackedBatch
+from lit_rl.data.collate import collate, filler_batch
 from lit_rl.trajectory import Trajectory
 from tests.callbacks.stubs import StubDataModule, StubModule, attempt, group, loader
 from tests.helpers import quiet_trainer

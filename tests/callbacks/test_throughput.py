@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lit_rl import PolicyModule, Trajectory
 from lit_rl.callbacks.throughput import TokenThroughputMonitor
-from lit_rl.data.batch import collate, filler_batch
+from lit_rl.data.collate import collate, filler_batch
 from lit_rl.testing import tiny_policy_model
 from lit_rl.throughput import ModelShape, measured_assumptions, model_flops
 from tests.callbacks.stubs import StubDataModule, StubModule, attempt, loader

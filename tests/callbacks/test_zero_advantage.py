@@ -10,7 +10,7 @@ import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lit_rl.callbacks import ZeroAdvantageMonitor
-from lit_rl.data.batch import collate, filler_batch
+from lit_rl.data.collate import collate, filler_batch
 from tests.callbacks.stubs import StubDataModule, StubModule, attempt, group, loader
 from tests.helpers import quiet_trainer
 

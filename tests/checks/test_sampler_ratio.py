@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lit_rl.checks.sampler_ratio import check_sampler_ratio
-from lit_rl.data.batch import collate
+from lit_rl.data.collate import collate
 from lit_rl.policy.causal_lm import CausalLMPolicy
 from lit_rl.testing import oracle_log_probs, tiny_policy_model
 from lit_rl.trajectory import Trajectory

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lightning_utilities.core.apply_func import apply_to_collection
 
-from lit_rl.data.batch import collate, filler_batch
+from lit_rl.data.collate import collate, filler_batch
 from lit_rl.trajectory import Trajectory
 
 

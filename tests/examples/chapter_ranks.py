@@ -67,7 +67,8 @@ def main() -> None:
         for name, weights in (("one scalar", with_scalar), ("no scalar", without), ("mistaken", mistaken))
     }
     factors = [float(weight[0] * total) for weight in mistaken]
-    assert factors == [float(total) / (ranks * len(own) * sum(part)) for part in counts], factors
+    derived = [float(total) / (ranks * len(own) * sum(part)) for part in counts]
+    assert all(abs(found - expected) < 1e-12 for found, expected in zip(factors, derived, strict=True)), factors
     assert errors["one scalar"] < 1e-12, errors
     assert errors["no scalar"] < 1e-12, errors
     assert errors["mistaken"] > 0.05, errors

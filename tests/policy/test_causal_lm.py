@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from lit_rl import CausalLMPolicy, Trajectory, collate
-from lit_rl.data.batch import PackedBatch, filler_batch
+from lit_rl.data.batch import PackedBatch
+from lit_rl.data.collate import filler_batch
 from lit_rl.policy.attention import Segments, attention_name, packed_forward
 from lit_rl.policy.isolation import measure_isolation
 from lit_rl.testing import oracle_gradient, oracle_log_probs, tiny_policy_model

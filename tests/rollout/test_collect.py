@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from datasets import Dataset
 
-from lit_rl.data.batch import collate
+from lit_rl.data.collate import collate
 from lit_rl.policy.causal_lm import CausalLMPolicy
 from lit_rl.rollout.engine import Completion
 from lit_rl.rollout.environment import Environment, Turn

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from lit_rl.data.batch import collate
+from lit_rl.data.collate import collate
 from lit_rl.policy.causal_lm import CausalLMPolicy
 from lit_rl.rollout import decoding_choice
 from lit_rl.rollout.decoding import CachedDecoder
