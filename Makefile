@@ -18,7 +18,7 @@ demo: $(VENV)/.installed
 	$(BIN)/python -m examples.bugfix.train
 
 test: lint
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q --numprocesses 2 --dist loadfile
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -59,6 +59,11 @@ class GradientNormalizationCheck(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         per_step = trainer.accumulate_grad_batches
         due = self.verdict is None or (self.every_n_steps > 0 and trainer.global_step % self.every_n_steps == 0)
+        if not isinstance(pl_module, PolicyModule):
+            raise MisconfigurationException(
+                f"`GradientNormalizationCheck` needs a PolicyModule, got {type(pl_module).__name__}; for other modules "
+                "use `lit_rl.check_normalization`"
+            )
         if batch_idx % per_step != 0 or not due or _cuts_windows(trainer):
             return
         self._step = batch_idx // per_step

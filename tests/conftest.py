@@ -8,7 +8,16 @@ import warnings
 # Tiny tensors: a second thread costs more than it brings, above all when other tests run beside.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import pytest
 import torch
 
 torch.set_num_threads(1)
 warnings.filterwarnings("ignore", message=".*LeafSpec.*")
+
+
+@pytest.fixture(autouse=True)
+def no_process_group_is_left():
+    """A Trainer with a distributed strategy leaves its group open; the next test must not find it."""
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

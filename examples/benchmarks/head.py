@@ -8,9 +8,9 @@ respect to hidden states and output weight. `products` is the limit: the three m
 by `torch.mm`. The last rows show what is saved where few tokens are scored, and where most gradients are zero.
 
 On CPU it runs in float32, and with CUDA in bfloat16, with rows for `liger-kernel` and `cut-cross-entropy` if they are
-installed. Times are the best of `--repeats` runs after one that measures memory. Rows that would not fit into the
-memory that is free are left out, and said so. Another program on the same cores makes every time longer, and those of
-the rows it happens to meet longest: compare the CPU seconds then, which count this program's work only.
+installed. Times are the best of `--repeats` rounds after one that measures memory. Rows that would not fit into the
+memory that is free are left out, and said so. Another program on the same cores makes every time longer, and most of
+all those of rows with many small steps: measure with `--threads 1` then, and compare the CPU seconds.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 from lit_rl.policy.head import LogProbHead
-from lit_rl.policy.head_function import CHUNK_BYTES
 from lit_rl.policy.head_products import multiply
+from lit_rl.policy.head_tiles import CHUNK_BYTES
 
 
 @dataclass
@@ -205,8 +205,23 @@ def peak_bytes(run: Callable[[], None], options: argparse.Namespace) -> int:
     return highest
 
 
-def timed(run: Callable[[], None], options: argparse.Namespace) -> tuple[float, float]:
-    """Wall seconds and CPU seconds."""
+def fresh(inputs: Inputs, row: str) -> Callable[[], None]:
+    """A run of a row that makes its gradients anew."""
+    inputs.hidden.grad = inputs.weight.grad = None
+    gc.collect()
+    return lambda: ROWS[row][1](inputs)
+
+
+def extra_bytes(inputs: Inputs, row: str, options: argparse.Namespace) -> float:
+    """Peak memory of a run beyond the gradients that it leaves."""
+    peak = peak_bytes(fresh(inputs, row), options)
+    left = [tensor.grad for tensor in (inputs.hidden, inputs.weight) if tensor.grad is not None]
+    return float(peak - sum(gradient.numel() * gradient.element_size() for gradient in left))
+
+
+def timed(inputs: Inputs, row: str, options: argparse.Namespace) -> tuple[float, float]:
+    """Wall seconds and CPU seconds of a run."""
+    run = fresh(inputs, row)
     start, cpu_start = time.perf_counter(), time.process_time()
     run()
     if options.device == "cuda":
@@ -214,20 +229,16 @@ def timed(run: Callable[[], None], options: argparse.Namespace) -> tuple[float, 
     return time.perf_counter() - start, time.process_time() - cpu_start
 
 
-def measure(row: str, inputs: Inputs, options: argparse.Namespace) -> dict[str, float]:
-    """Memory of a first run and the best time of further ones, gradients made anew each time."""
-
-    def fresh() -> Callable[[], None]:
-        inputs.hidden.grad = inputs.weight.grad = None
-        gc.collect()
-        return lambda: ROWS[row][1](inputs)
-
-    peak = peak_bytes(fresh(), options)
-    kept = [tensor.grad for tensor in (inputs.hidden, inputs.weight) if tensor.grad is not None]
-    extra = peak - sum(gradient.numel() * gradient.element_size() for gradient in kept)
-    del kept
-    times = [timed(fresh(), options) for _ in range(options.repeats)]
-    return {"seconds": min(t[0] for t in times), "cpu_seconds": min(t[1] for t in times), "extra_bytes": float(extra)}
+def measure(rows: list[str], inputs: Inputs, options: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Memory of a first run of each row, and the best time of further ones, made in turns."""
+    results = {row: {"extra_bytes": extra_bytes(inputs, row, options)} for row in rows}
+    times: dict[str, list[tuple[float, float]]] = {row: [] for row in rows}
+    for _ in range(options.repeats):
+        for row in rows:
+            times[row].append(timed(inputs, row, options))
+    for row, result in results.items():
+        result["seconds"], result["cpu_seconds"] = (min(column) for column in zip(*times[row], strict=True))
+    return results
 
 
 def table(results: dict[str, dict[str, float]], tokens: int, options: argparse.Namespace) -> str:
@@ -296,13 +307,14 @@ def main(arguments: list[str] | None = None) -> dict[int, dict[str, dict[str, fl
     results: dict[int, dict[str, dict[str, float]]] = {}
     for tokens in options.tokens:
         inputs = Inputs.make(options, tokens)
-        results[tokens] = {}
+        rows = []
         for row in options.rows:
             needed = COPIES.get(row, 0.0) * tokens * options.vocabulary * 4
             if needed > 0.9 * free_bytes(options):
                 print(f"left out at {tokens:,} tokens: {ROWS[row][0]}, which needs {needed / 1e9:.1f} GB", flush=True)
             elif runs_here(row, options):
-                results[tokens][row] = measure(row, inputs, options)
+                rows.append(row)
+        results[tokens] = measure(rows, inputs, options)
         print(table(results[tokens], tokens, options), end="\n\n", flush=True)
     if options.json is not None:
         settings = {name: str(value) for name, value in vars(options).items()}

@@ -70,7 +70,7 @@ def splits(episodes: Sequence[Trajectory], seed: int = 0) -> dict[str, list[list
     return {name: [part.tolist() for part in np.array_split(order, MICROBATCHES)] for name, order in halves.items()}
 
 
-def reproduce(policy: CausalLMPolicy, episodes: Sequence[Trajectory], draws: int = 20) -> Section:
+def reproduce(policy: CausalLMPolicy, episodes: Sequence[Trajectory], draws: int = 10) -> Section:
     """Computes the section.
 
     Args:

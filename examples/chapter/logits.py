@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from tqdm import tqdm
 
 from examples.benchmarks.head import Inputs, checkpointed, chunked, full, parse, peak_bytes
 from examples.chapter.table import Row, Section, gigabytes
@@ -62,6 +66,8 @@ def arithmetic_rows() -> list[Row]:
     small = [ratios[f"qwen3-{size}"] for size in ("0.6b", "1.7b", "4b", "8b")]
     vocabulary = shapes["qwen3-8b"].vocabulary
     rest = ", ".join(f"{name.removeprefix('qwen3-')} {ratio:.0f}" for name, ratio in ratios.items())
+    peaks = {name: logits_bytes(vocabulary, shape.hidden, MICROBATCH) for name, shape in shapes.items()}
+    by_size = ", ".join(f"{name.removeprefix('qwen3-')} {gigabytes(peak)}" for name, peak in peaks.items())
     rows = [
         Row("vocabulary", "151,936", f"{vocabulary:,}"),
         Row("float32 logits of one token", "0.6 MB", f"{4 * vocabulary / 1e6:.1f} MB"),
@@ -72,6 +78,8 @@ def arithmetic_rows() -> list[Row]:
     for (head, tokens), source in SOURCE.items():
         found = gigabytes(logits_bytes(vocabulary, hidden, tokens, head=head))
         rows.append(Row(f"output layer of Qwen3-0.6B, {tokens:,} tokens, {HEADS[head]}", source, found, "arithmetic"))
+    every = f"{gigabytes(min(peaks.values()))} to {gigabytes(max(peaks.values()))}"
+    rows.append(Row("recomputed head at 32k tokens, every Qwen3 size", "-", every, by_size))
     parts = by_part()
     fixed = sum(parts[name] for name in ("parameters", "gradients", "optimizer"))
     rows.append(
@@ -110,13 +118,47 @@ def settings(quick: bool) -> argparse.Namespace:
 def measure(options: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Most bytes held by forward and backward beyond inputs and their gradients, by method and number of tokens."""
     found: dict[str, dict[str, float]] = {name: {} for name in METHODS}
-    for tokens in options.tokens:
-        for name, method in METHODS.items():
-            inputs = Inputs.make(options, tokens)
-            peak = peak_bytes(lambda method=method, inputs=inputs: method(inputs), options)  # type: ignore[misc]
-            gradients = [tensor.grad for tensor in (inputs.hidden, inputs.weight) if tensor.grad is not None]
-            found[name][str(tokens)] = float(peak - sum(g.numel() * g.element_size() for g in gradients))
+    for tokens, name in tqdm([(tokens, name) for tokens in options.tokens for name in METHODS], desc="14.3 heads"):
+        inputs = Inputs.make(options, tokens)
+        with silent_errors():
+            peak = peak_bytes(partial(METHODS[name], inputs), options)
+        gradients = [tensor.grad for tensor in (inputs.hidden, inputs.weight) if tensor.grad is not None]
+        found[name][str(tokens)] = float(peak - sum(g.numel() * g.element_size() for g in gradients))
     return found
+
+
+@contextmanager
+def silent_errors() -> Iterator[None]:
+    """Keeps the lines that torch's profiler prints at each start from tearing the progress bar."""
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
+def measured_rows(data: Mapping[str, Any]) -> list[Row]:
+    """What was measured, next to the chapter's peaks where the sizes are the chapter's.
+
+    Args:
+        data: Of the section: "measured" and "problem".
+
+    Returns:
+        Rows.
+    """
+    problem, rows = data["problem"], []
+    where = f"measured on {problem['device'].upper()}, width {problem['width']:,}, chunks of {problem['chunk']}"
+    if problem["device"] == "cpu":
+        rows.append(Row("measured on CUDA at the sizes above", "as above", "not measured", "no GPU on this machine"))
+    for name, by_tokens in data["measured"].items():
+        sizes = " / ".join(f"{int(tokens):,}" for tokens in by_tokens)
+        values = " / ".join(f"{value / 1e6:,.0f}" for value in by_tokens.values())
+        grows = "grows with the tokens" if name in ("full logits", "chunked") else "does not grow"
+        rows.append(Row(f"{name}, {sizes} tokens", "-", f"{values} MB", f"{grows}; {where}"))
+    return rows
 
 
 def reproduce(quick: bool) -> Section:
@@ -129,16 +171,11 @@ def reproduce(quick: bool) -> Section:
         Rows, the measured bytes and the components for the picture.
     """
     options = settings(quick)
-    measured = measure(options)
-    where = f"measured on {options.device.upper()}, width {options.width:,}, chunk {options.chunk}"
-    section = Section("14.3", "The memory of logits", arithmetic_rows())
-    if options.device == "cpu":
-        section.rows.append(Row("measured on CUDA at these sizes", "see above", "not measured", "no GPU here"))
-    sizes = " / ".join(f"{tokens:,}" for tokens in options.tokens)
-    for name, by_tokens in measured.items():
-        values = " / ".join(f"{value / 1e6:,.0f}" for value in by_tokens.values())
-        why = "grows with the tokens" if name in ("full logits", "chunked") else "does not"
-        section.rows.append(Row(f"{name}, {sizes} tokens", "-", f"{values} MB", f"{why}; {where}"))
-    problem: dict[str, Any] = {"width": options.width, "chunk": options.chunk, "device": options.device}
-    section.data = {"measured": measured, "problem": problem, "by_part": by_part()}
+    section = Section("14.3", "The memory of logits")
+    section.data = {
+        "measured": measure(options),
+        "problem": {"width": options.width, "chunk": options.chunk, "device": options.device},
+        "by_part": by_part(),
+    }
+    section.rows = arithmetic_rows() + measured_rows(section.data)
     return section

@@ -117,30 +117,33 @@ def draw_memory(data: Mapping[str, Any]) -> Any:
 def draw_filtering(data: Mapping[str, Any]) -> Any:
     """Figure 14.3: held-out pass rate against episodes, episodes per iteration, and every run as a point."""
     from matplotlib import pyplot
+    from matplotlib.ticker import MultipleLocator
 
     runs = data["runs"]
     figure, axes = pyplot.subplots(1, 3, figsize=(14.5, 4.4), layout="constrained")
     by_arm = {arm: [run for run in runs if run["arm"] == arm] for arm in COLOURS}
     for arm in ("unfiltered", "last group"):
-        _draw_curves(axes[0], by_arm[arm], COLOURS[arm], arm)
-        _draw_rate(axes[1], by_arm[arm], COLOURS[arm], arm)
+        _draw_curves(axes[0], by_arm[arm], COLOURS[arm])
+        _draw_rate(axes[1], by_arm[arm], COLOURS[arm])
     for arm, chosen in by_arm.items():
         points = [(sum(run["episodes"]), run["held_out"][-1]) for run in chosen]
         if points:
             axes[2].scatter(*zip(*points, strict=True), color=COLOURS[arm], s=42, alpha=0.85, label=arm, linewidths=0)
-    axes[0].set(xlabel="episodes sampled", ylabel="held-out pass rate", title="Held-out pass rate (thin: one seed)")
+    axes[0].set(
+        xlabel="episodes sampled", ylabel="held-out pass rate", title="Held-out pass rate (thin: one seed, thick: mean)"
+    )
     axes[1].set(xlabel="iteration", ylabel="episodes", title="Episodes per iteration (mean of 5)", ylim=(0, 70))
     axes[2].set(xlabel="episodes sampled", ylabel="held-out pass rate at the end", title="Each run a point")
     axes[2].margins(0.12)
-    axes[0].legend(frameon=False, loc="lower right")
-    axes[1].legend(frameon=False, loc="lower left")
-    axes[2].legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3, fontsize=9)
+    axes[0].xaxis.set_major_locator(MultipleLocator(1000))
+    axes[2].xaxis.set_major_locator(MultipleLocator(1000))
+    figure.legend(*axes[2].get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False)
     for axis in axes:
         axis.grid(alpha=0.25)
     return figure
 
 
-def _draw_curves(axis: Any, runs: Sequence[Mapping[str, Any]], colour: str, label: str) -> None:
+def _draw_curves(axis: Any, runs: Sequence[Mapping[str, Any]], colour: str) -> None:
     curves = []
     for run in runs:
         total = [0.0, *accumulate(run["episodes"])]
@@ -148,15 +151,15 @@ def _draw_curves(axis: Any, runs: Sequence[Mapping[str, Any]], colour: str, labe
         curves.append((total[::step], run["held_out"]))
         axis.plot(*curves[-1], color=colour, linewidth=0.8, alpha=0.5)
     xs, ys = ([mean(column) for column in zip(*values, strict=True)] for values in zip(*curves, strict=True))
-    axis.plot(xs, ys, "o-", color=colour, linewidth=2.2, markersize=4, label=f"{label}, mean of {len(runs)}")
+    axis.plot(xs, ys, "o-", color=colour, linewidth=2.2, markersize=4)
 
 
-def _draw_rate(axis: Any, runs: Sequence[Mapping[str, Any]], colour: str, label: str) -> None:
+def _draw_rate(axis: Any, runs: Sequence[Mapping[str, Any]], colour: str) -> None:
     smooth = [_running_mean(run["episodes"]) for run in runs]
     for values in smooth:
         axis.plot(range(1, len(values) + 1), values, color=colour, linewidth=0.8, alpha=0.5)
     middle = [mean(column) for column in zip(*smooth, strict=True)]
-    axis.plot(range(1, len(middle) + 1), middle, color=colour, linewidth=2.2, label=label)
+    axis.plot(range(1, len(middle) + 1), middle, color=colour, linewidth=2.2)
 
 
 def _running_mean(values: Sequence[float], window: int = 5) -> list[float]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import os
 import sys
 import time
 import warnings
@@ -22,7 +21,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 if __package__ in (None, ""):
     sys.path[0] = str(ROOT)  # run as a file: the folder of this file would hide the packages
-os.environ.setdefault("KINETO_LOG_LEVEL", "5")
 
 import torch  # noqa: E402
 
@@ -103,7 +101,8 @@ def main(arguments: list[str] | None = None) -> None:
     """
     chosen = options(arguments)
     warnings.filterwarnings("ignore", message=".*(many workers|val_dataloader|LeafSpec|litlogger|GPU available).*")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    for name in ("lightning.pytorch", "transformers"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     torch.set_num_threads(1)  # tensors this small gain nothing from a second thread
     settings = {"quick": chosen.quick}
     for number in sorted(chosen.section):

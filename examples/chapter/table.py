@@ -107,7 +107,7 @@ def markdown(results: Mapping[str, Any]) -> str:
         results: As `save` returns them.
 
     Returns:
-        One Markdown table per section.
+        One Markdown table per section, and what its checks said.
 
     Example:
         >>> entry = {"title": "Padding", "rows": [{"figure": "rows", "source": "10", "ours": "9", "why": ""}]}
@@ -122,6 +122,9 @@ def markdown(results: Mapping[str, Any]) -> str:
     for number, entry in results.items():
         lines = [f"### {number} {entry['title']}", "", f"| {' | '.join(COLUMNS)} |", "|---|---|---|---|"]
         lines += [f"| {row['figure']} | {row['source']} | {row['ours']} | {row['why']} |" for row in entry["rows"]]
+        said = entry.get("data", {}).get("messages", {})
+        lines += ["", "The checks say:", ""] if said else []
+        lines += [f"- `{name}`: *{message}*" for name, message in said.items()]
         parts.append("\n".join(lines))
     return "\n\n".join(parts)
 

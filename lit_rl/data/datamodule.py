@@ -25,11 +25,14 @@ from lit_rl.data.loader import ResumableLoader
 from lit_rl.data.old_log_probs import sampler_log_probs, score_trajectories
 from lit_rl.data.sampler import TokenBudgetSampler
 from lit_rl.data.state import trajectories_from_state, trajectories_to_state
-from lit_rl.data.summary import DatasetTrajectories, Summary, summarize
+from lit_rl.data.summary import DatasetTrajectories, Summary, check_readable, summarize
+from lit_rl.options import check_at_least, check_choices
 from lit_rl.policy.module import PolicyModule
 from lit_rl.rollout.collect import Rollouts
 from lit_rl.throughput.cost import segment_cost_of
 from lit_rl.trajectory import Trajectory
+
+OldLogProbs = Literal["recompute", "sampler"]
 
 
 class PackedDataModule(LightningDataModule):
@@ -88,7 +91,7 @@ class PackedDataModule(LightningDataModule):
         missing_rewards: Literal["raise", "ignore"] = "raise",
         truncated: Literal["keep", "mask"] = "keep",
         partition: Literal["groups", "trajectories"] = "groups",
-        old_log_probs: Literal["recompute", "sampler"] = "recompute",
+        old_log_probs: OldLogProbs = "recompute",
         cost: Callable[[Any], Any] | None = None,
         seed: int = 0,
         num_workers: int = 0,
@@ -112,6 +115,14 @@ class PackedDataModule(LightningDataModule):
             partition=partition,
             cost=cost,
         )
+        check_at_least(1, trajectories_per_step=trajectories_per_step, validation_attempts=validation_attempts)
+        check_at_least(0, num_workers=num_workers, seed=seed)
+        check_choices(old_log_probs=(old_log_probs, OldLogProbs))
+        if trajectories_per_step is not None and steps_per_iteration != 1:
+            raise ValueError(
+                f"`steps_per_iteration` ({steps_per_iteration}) and `trajectories_per_step` ({trajectories_per_step}) "
+                "say the same thing; give one of them"
+            )
         self.max_tokens, self.trajectories_per_step = max_tokens, trajectories_per_step
         self.old_log_probs, self.seed, self.num_workers = old_log_probs, seed, num_workers
         self.validation_tasks, self.validation_attempts = validation_tasks, validation_attempts
@@ -149,8 +160,13 @@ class PackedDataModule(LightningDataModule):
                 "`limit_train_batches` instead"
             )
         trainer.reload_dataloaders_every_n_epochs = 1
-        if self._users_k is None:
-            self._users_k = trainer.accumulate_grad_batches
+        self._users_k = trainer.accumulate_grad_batches
+
+    @override
+    def teardown(self, stage: str) -> None:
+        if stage == "fit" and self._users_k is not None:
+            # The Trainer may fit again, with other data: what was chosen for these is not the user's choice.
+            self._running.accumulate_grad_batches, self._users_k = self._users_k, None
 
     @override
     def train_dataloader(self) -> ResumableLoader:
@@ -161,10 +177,15 @@ class PackedDataModule(LightningDataModule):
             trajectories = self._collect(module, epoch)
         self.iteration = iteration = self._plan(trajectories, module, epoch)
         self._running.accumulate_grad_batches = iteration.plan.microbatches_per_step
-        if self.rollouts is not None:
-            self.rollout_statistics = reward_statistics(trajectories) | self.rollouts.last_statistics
-        dropped = {f"dropped/{reason}": float(number) for reason, number in iteration.dropped.items()}
-        self.rollout_statistics = self.rollout_statistics | dropped
+        losses = {f"dropped/{reason}": float(number) for reason, number in iteration.dropped.items()}
+        self.rollout_statistics |= losses | {"cut": float(iteration.cut)}
+        if iteration.cut or iteration.dropped["overlong"]:
+            rank_zero_warn(
+                f"of {len(iteration)} trajectories {iteration.dropped['overlong']} were dropped and {iteration.cut} were "
+                f"cut because they are longer than `max_tokens`={self.max_tokens}; the log counts them as "
+                "`rollout/dropped/overlong` and `rollout/cut`"
+            )
+        self._warn_of_cut_steps(iteration)
         if not iteration.kept:
             rank_zero_warn(f"iteration {epoch} has nothing to train on: {iteration.dropped}; its steps change nothing")
         self._old = self._settle_old_log_probs(module)
@@ -272,13 +293,26 @@ class PackedDataModule(LightningDataModule):
                 progress=self._running.progress_bar_callback is not None,
             )
         self.rollout_seconds = time.perf_counter() - started
+        self.rollout_statistics = reward_statistics(trajectories) | self._rollouts().last_statistics
         return trajectories
 
+    def _warn_of_cut_steps(self, iteration: Iteration) -> None:
+        limit, per_step = self._running.limit_train_batches, iteration.plan.microbatches_per_step
+        length = iteration.plan.num_steps * per_step
+        kept = min(limit, length) if isinstance(limit, int) else int(limit * length)
+        if kept % per_step:
+            rank_zero_warn(
+                f"`limit_train_batches={limit}` keeps {kept} of {length} microbatches, which ends inside a step of "
+                f"{per_step}: its gradient is only a part; limits count microbatches"
+            )
+
     def _plan(self, trajectories: Sequence[Trajectory], module: PolicyModule, epoch: int, **changes: Any) -> Iteration:
-        summary = None
         if trajectories is self._trajectories:
             summary = self._summary = self._summary or summarize(trajectories)
+        else:
+            summary = summarize(trajectories)
         assert module.policy is not None
+        check_readable(summary, module.policy.model)
         num_steps = self._options.num_steps
         if self.trajectories_per_step is not None:
             num_steps = max(1, round(len(trajectories) / self.trajectories_per_step))

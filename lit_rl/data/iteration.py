@@ -13,10 +13,17 @@ from lit_rl.advantages import Baseline, Scale, group_advantages
 from lit_rl.data.batch import Layout, PackedBatch
 from lit_rl.data.collate import collate, filler_batch
 from lit_rl.data.packing import fit_lengths
-from lit_rl.data.planner import StepPlan, partition_steps, plan_partition
+from lit_rl.data.partition import Partition, partition_steps
+from lit_rl.data.plan import StepPlan
+from lit_rl.data.planner import plan_partition
 from lit_rl.data.summary import Summary, cut, summarize, unscored
 from lit_rl.normalization import Denominator, Normalization, loss_weights
+from lit_rl.options import check_at_least, check_choices
 from lit_rl.trajectory import Trajectory
+
+Overlong = Literal["raise", "drop", "truncate"]
+MissingRewards = Literal["raise", "ignore"]
+Truncated = Literal["keep", "mask"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,17 +38,17 @@ class IterationOptions:
     max_tokens: int
     num_steps: int = 1
     layout: Layout = "packed"
-    overlong: Literal["raise", "drop", "truncate"] = "raise"
+    overlong: Overlong = "raise"
     baseline: Baseline = "mean"
     scale: Scale = "std"
     eps: float = 1e-6
-    missing_rewards: Literal["raise", "ignore"] = "raise"
-    truncated: Literal["keep", "mask"] = "keep"
+    missing_rewards: MissingRewards = "raise"
+    truncated: Truncated = "keep"
     normalization: Normalization = "token_mean"
     constant: float | None = None
     denominator: Denominator = "all"
     loss_on: Literal["live", "scored"] = "live"
-    partition: Literal["groups", "trajectories"] = "groups"
+    partition: Partition = "groups"
     objective: Literal["lockstep", "rank_total"] = "lockstep"
     cost: Callable[[Any], Any] | None = field(default=None, compare=False)
     microbatches_per_step: int | None = None
@@ -49,12 +56,21 @@ class IterationOptions:
     seed: int | Sequence[int] = 0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.max_tokens, int) or isinstance(self.max_tokens, bool):
-            raise TypeError(f"`max_tokens` must be an integer number of positions, got {self.max_tokens!r}")
-        if self.max_tokens < 1:
-            raise ValueError(f"`max_tokens` must be at least 1, got {self.max_tokens}")
-        if self.num_steps < 1:
-            raise ValueError(f"`steps_per_iteration` must be at least 1, got {self.num_steps}")
+        if self.max_tokens is None:
+            raise TypeError("`max_tokens` must be an integer of at least 1, got None")
+        check_at_least(1, max_tokens=self.max_tokens, steps_per_iteration=self.num_steps)
+        check_choices(
+            overlong=(self.overlong, Overlong),
+            baseline=(self.baseline, Baseline),
+            scale=(self.scale, Scale),
+            missing_rewards=(self.missing_rewards, MissingRewards),
+            truncated=(self.truncated, Truncated),
+            partition=(self.partition, Partition),
+        )
+        if not self.eps >= 0:
+            raise ValueError(f"`eps` must be at least 0, got {self.eps}")
+        if self.cost is not None and not callable(self.cost):
+            raise TypeError(f"`cost` must map the lengths of a microbatch to a number, got {self.cost!r}")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -73,6 +89,7 @@ class Iteration:
         advantages: float64 [n].
         live: bool [n]: has scored tokens and an advantage other than 0.
         kept: Indices of the trajectories in the plan.
+        cut: Number of trajectories that were shortened to the token budget.
         dropped: Reason ("overlong", "unscored", "no_scored_token", "zero_advantage") to number of trajectories.
         weights: float64 [n]: what each scored token's loss is worth in its step.
         plan: Which rank computes which trajectories in which microbatch.
@@ -91,6 +108,7 @@ class Iteration:
     live: Tensor
     kept: list[int]
     dropped: dict[str, int]
+    cut: int
     weights: Tensor
     plan: StepPlan
     layout: Layout
@@ -155,6 +173,7 @@ def build_iteration(
         (1, 1.0)
     """
     summary = summarize(trajectories) if summary is None else summary
+    _check_trajectories(summary, options)
     advantages = group_advantages(
         summary.rewards,
         summary.groups,
@@ -199,11 +218,29 @@ def build_iteration(
         advantages=advantages,
         live=live,
         kept=kept,
+        cut=fitted.losses.truncated_trajectories,
         dropped=_reasons(summary, set(fitting), has_scores, trained),
         weights=weights,
         plan=plan,
         layout=options.layout,
     )
+
+
+def _check_trajectories(summary: Summary, options: IterationOptions) -> None:
+    """Says what is wrong in the words of the data module, before anything is computed."""
+    for number, (length, task) in enumerate(zip(summary.lengths, summary.tasks, strict=True)):
+        if length > options.max_tokens and options.overlong == "raise":
+            raise ValueError(
+                f"trajectory {number} (task {task!r}) has {length} tokens, but `max_tokens` allows at most "
+                f"{options.max_tokens}; raise it, or choose `overlong='drop'` or 'truncate'"
+            )
+    missing = summary.rewards.isnan()
+    if options.missing_rewards == "raise" and bool(missing.any()):
+        number = int(missing.nonzero()[0])
+        raise ValueError(
+            f"trajectory {number} (task {summary.tasks[number]!r}, group {summary.groups[number]!r}) has no reward; "
+            "score it, or choose `missing_rewards='ignore'` to leave it out of baseline and loss"
+        )
 
 
 def _scored_counts(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lit_rl.trajectory import Trajectory, trajectory_from_row
 
@@ -25,6 +25,7 @@ class Summary:
     groups: list[str]
     tasks: list[str | None]
     truncated: Tensor
+    largest_ids: list[int]
 
 
 class DatasetTrajectories(Sequence[Trajectory]):
@@ -76,7 +77,13 @@ def summarize(trajectories: Sequence[Trajectory]) -> Summary:
         ['a']
     """
     summary = Summary(
-        lengths=[], scored_counts=[], rewards=torch.zeros(0), groups=[], tasks=[], truncated=torch.zeros(0)
+        lengths=[],
+        scored_counts=[],
+        rewards=torch.zeros(0),
+        groups=[],
+        tasks=[],
+        truncated=torch.zeros(0),
+        largest_ids=[],
     )
     rewards: list[float] = []
     truncated: list[bool] = []
@@ -86,6 +93,7 @@ def summarize(trajectories: Sequence[Trajectory]) -> Summary:
         summary.scored_counts.append(trajectory.num_scored)
         summary.groups.append(trajectory.group or trajectory.task or f"trajectory {number}")
         summary.tasks.append(trajectory.task)
+        summary.largest_ids.append(int(trajectory.token_ids.max()))
         rewards.append(trajectory.reward)
         truncated.append(trajectory.truncated)
         sampled.append(trajectory.log_probs is not None)
@@ -102,6 +110,41 @@ def summarize(trajectories: Sequence[Trajectory]) -> Summary:
         groups=summary.groups,
         tasks=summary.tasks,
         truncated=torch.tensor(truncated, dtype=torch.bool),
+        largest_ids=summary.largest_ids,
+    )
+
+
+def check_readable(summary: Summary, model: nn.Module) -> None:
+    """Refuses trajectories that a transformers model cannot look up, before it fails deep inside.
+
+    Args:
+        summary: Of the trajectories.
+        model: Its `config` says how many ids and, with a table of learned positions, how many positions it has.
+
+    Raises:
+        ValueError: An id or a length is beyond the model's tables; the message names the trajectory.
+    """
+    embeddings = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None  # type: ignore[operator]
+    ids = getattr(embeddings, "num_embeddings", None)
+    config = getattr(model, "config", None)
+    positions = getattr(config, "max_position_embeddings", None) if _has_position_table(model) else None
+    for number, (largest, length) in enumerate(zip(summary.largest_ids, summary.lengths, strict=True)):
+        if ids is not None and largest >= ids:
+            raise ValueError(
+                f"trajectory {number} (task {summary.tasks[number]!r}) has the token id {largest}, but the model has "
+                f"ids up to {ids - 1}; were the ids made with another tokenizer?"
+            )
+        if positions is not None and length > positions:
+            raise ValueError(
+                f"trajectory {number} (task {summary.tasks[number]!r}) has {length} tokens, but the model has "
+                f"{positions} positions; cut it, or lower `max_tokens` with `overlong='truncate'`"
+            )
+
+
+def _has_position_table(model: nn.Module) -> bool:
+    names = ("wpe", "embed_positions", "position_embeddings", "wpe_embeddings")
+    return any(
+        isinstance(module, nn.Embedding) and name.split(".")[-1] in names for name, module in model.named_modules()
     )
 
 

@@ -24,9 +24,6 @@ from lit_rl.policy.head_passes import (
 from lit_rl.policy.head_products import HeadInputs
 from lit_rl.policy.head_tiles import RowGradients, RowStatistics, TileShape
 
-#: Bytes of one chunk of logits that the one-pass loss keeps, where no chunk is asked for.
-CHUNK_BYTES = 512 * 2**20
-
 # The fields of `HeadInputs`, in its order: an operator's arguments are spelled out in its schema.
 _INPUTS = (
     "Tensor[] hiddens, Tensor[] weights, Tensor? bias, Tensor targets, Tensor? row_temperature, float temperature, "
@@ -203,7 +200,5 @@ def one_pass_loss(inputs: HeadInputs, chunk_tokens: int | None, objective: Objec
     """The summed loss, differentiable once, and the log-probabilities `[M]`, detached."""
     tensors = [*inputs.hiddens, *inputs.weights, inputs.bias]
     needs = [torch.is_grad_enabled() and tensor is not None and tensor.requires_grad for tensor in tensors]
-    if chunk_tokens is None:
-        chunk_tokens = max(1, CHUNK_BYTES // (inputs.vocab_size * inputs.compute_dtype.itemsize))
-    shape = TileShape.choose(inputs, chunk_tokens, share=0.2)
+    shape = TileShape.choose_chunk(inputs, chunk_tokens)
     return _OnePassLoss.apply(inputs, shape, objective, needs, *tensors)

@@ -125,6 +125,11 @@ class HeadInputs:
         factors = [*self.hiddens, *self.weights]
         return torch.float64 if any(factor.dtype is torch.float64 for factor in factors) else torch.float32
 
+    @property
+    def width(self) -> int:
+        """Columns of all weights together."""
+        return sum(weight.shape[1] for weight in self.weights)
+
     def _operand(self, values: Tensor, term: int) -> Tensor:
         """A factor of the `term`-th product: rounded as autocast would, and widened as far as the product needs."""
         dtype = torch.promote_types(self.hiddens[term].dtype, self.weights[term].dtype)

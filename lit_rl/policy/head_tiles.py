@@ -30,6 +30,29 @@ _TILE_COLUMNS = {"cpu": 6144}
 _TILE_COLUMNS_ELSEWHERE = 16384
 _MIN_TILE_COLUMNS = 64
 
+#: Bytes of one chunk of logits where no chunk is asked for.
+CHUNK_BYTES = 512 * 2**20
+#: What two passes, and one pass besides its chunk, may hold at a time, as a share of one chunk of logits; and the
+#: entries below which two passes do not bother.
+_TWO_PASS_SHARE = 0.6
+_ONE_PASS_SHARE = 0.2
+_SMALL_ENTRIES = 2 * 2**20
+
+
+def _tile_entries(inputs: HeadInputs) -> int:
+    device = inputs.targets.device.type
+    return _TILE_BYTES.get(device, _TILE_BYTES_ELSEWHERE) // inputs.compute_dtype.itemsize
+
+
+def _tile_columns(inputs: HeadInputs) -> int:
+    return _TILE_COLUMNS.get(inputs.targets.device.type, _TILE_COLUMNS_ELSEWHERE)
+
+
+def _chunk_tokens(inputs: HeadInputs, chunk_tokens: int | None) -> int:
+    """Tokens of one chunk of logits: what is asked for or fits the budget, and no more than there are."""
+    fitting = CHUNK_BYTES // (inputs.vocab_size * inputs.compute_dtype.itemsize)
+    return max(1, min(chunk_tokens or fitting, len(inputs.targets)))
+
 
 @dataclass(frozen=True)
 class TileShape:
@@ -39,30 +62,34 @@ class TileShape:
     columns: int
 
     @classmethod
-    def choose(cls, inputs: HeadInputs, chunk_tokens: int | None, *, share: float = 0.6) -> TileShape:
-        """A tile within the byte budget of the device; with `chunk_tokens` rows, also within a share of that chunk.
+    def choose(cls, inputs: HeadInputs, chunk_tokens: int | None) -> TileShape:
+        """A tile for scoring and differentiating in two passes, small beside the logits of one chunk.
 
         >>> import torch
         >>> hidden, weight = torch.zeros(5000, 8), torch.zeros(100_000, 8)
-        >>> rest = (None, torch.zeros(5000), None, 1.0, 1.0, None, 100_000, None)
-        >>> inputs = HeadInputs([hidden], [weight], *rest)
-        >>> TileShape.choose(inputs, None)
-        TileShape(rows=1024, columns=6144)
-        >>> TileShape.choose(inputs, 64)
-        TileShape(rows=64, columns=6144)
+        >>> inputs = HeadInputs([hidden], [weight], None, torch.zeros(5000), None, 1.0, 1.0, None, 100_000, None)
+        >>> TileShape.choose(inputs, None), TileShape.choose(inputs, 64)
+        (TileShape(rows=1024, columns=6144), TileShape(rows=64, columns=6144))
         """
-        device = inputs.weights[0].device.type
-        entries = _TILE_BYTES.get(device, _TILE_BYTES_ELSEWHERE) // inputs.compute_dtype.itemsize
-        width = sum(weight.shape[1] for weight in inputs.weights)
-        # A block of the weight's gradient keeps to the budget of a tile.
-        columns = min(_TILE_COLUMNS.get(device, _TILE_COLUMNS_ELSEWHERE), max(_MIN_TILE_COLUMNS, entries // width))
-        columns = min(columns, inputs.vocab_size)
-        if chunk_tokens is None:
-            return cls(max(1, entries // columns), columns)
+        rows = chunk_tokens or max(1, _tile_entries(inputs) // min(inputs.vocab_size, _tile_columns(inputs)))
+        logits = _chunk_tokens(inputs, chunk_tokens) * inputs.vocab_size
+        allowed = int(_TWO_PASS_SHARE * logits) if chunk_tokens else max(int(_TWO_PASS_SHARE * logits), _SMALL_ENTRIES)
+        return cls._within(inputs, rows, allowed)
+
+    @classmethod
+    def choose_chunk(cls, inputs: HeadInputs, chunk_tokens: int | None) -> TileShape:
+        """A tile as high as the chunk whose logits are kept for one pass, with little besides."""
+        rows = _chunk_tokens(inputs, chunk_tokens)
+        return cls._within(inputs, rows, int(_ONE_PASS_SHARE * rows * inputs.vocab_size))
+
+    @classmethod
+    def _within(cls, inputs: HeadInputs, rows: int, allowed: int) -> TileShape:
         # Up to two tiles and two blocks of a weight's gradient are alive at once.
-        alive = 2 * (chunk_tokens + width)
-        fitting = min(entries // chunk_tokens, int(share * chunk_tokens * inputs.vocab_size / alive))
-        return cls(chunk_tokens, min(columns, max(_MIN_TILE_COLUMNS, fitting)))
+        rows = min(rows, max(1, len(inputs.targets)))
+        alive_per_column = 2 * (rows + inputs.width)
+        entries = _tile_entries(inputs)
+        fitting = min(_tile_columns(inputs), entries // rows, entries // inputs.width, allowed // alive_per_column)
+        return cls(rows, min(inputs.vocab_size, max(_MIN_TILE_COLUMNS, fitting)))
 
     def blocks(self, inputs: HeadInputs) -> Iterator[VocabBlock]:
         """The vocabulary, block after block; one is alive at a time."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any, Literal
 
@@ -19,11 +20,13 @@ from lit_rl.checks.head import check_head
 from lit_rl.data.batch import PackedBatch
 from lit_rl.data.evaluation import EvaluationRequest, reward_statistics
 from lit_rl.data.progress import settle_progress
-from lit_rl.normalization import Denominator, Normalization
+from lit_rl.normalization import Denominator, Normalization, loss_weights
+from lit_rl.options import check_choices
 from lit_rl.policy.causal_lm import CausalLMPolicy
 from lit_rl.policy.step_metrics import StepSums, with_prefix
 from lit_rl.trajectory import Trajectory
 
+LossOn = Literal["live", "scored"]
 ObjectiveName = Literal["clipped_ratio", "reinforce", "cispo", "supervised"]
 
 
@@ -93,9 +96,10 @@ class PolicyModule(LightningModule):
         chunk_tokens: int | None = None,
     ) -> None:
         super().__init__()
-        _check_numbers(learning_rate, temperature, clip_low, clip_high, entropy_bonus)
-        if objective not in ("clipped_ratio", "reinforce", "cispo", "supervised"):
-            raise ValueError(f"`objective` must name one of lit_rl.objectives, got {objective!r}")
+        _check_numbers(learning_rate, temperature, clip_low, clip_high, entropy_bonus, warmup_steps)
+        check_choices(objective=(objective, ObjectiveName), normalization=(normalization, Normalization))
+        check_choices(denominator=(denominator, Denominator), loss_on=(loss_on or "live", LossOn))
+        loss_weights([1], ["a"], mode=normalization, constant=constant)  # refuses a missing or superfluous constant
         self.save_hyperparameters(ignore=None if isinstance(model, str) else ["model"])
         self.objective_name = objective
         if self._overrides_objective():
@@ -110,6 +114,7 @@ class PolicyModule(LightningModule):
         self._model_path = model if isinstance(model, str) else None
         self._policy_arguments: dict[str, Any] = {"layout": layout, "chunk_tokens": chunk_tokens}
         self._sums = StepSums()
+        self._seen: list[tuple[PackedBatch, Tensor]] = []
         self._checked = False
         if not isinstance(model, str):
             network = AutoModelForCausalLM.from_config(model) if isinstance(model, PretrainedConfig) else model
@@ -123,7 +128,8 @@ class PolicyModule(LightningModule):
         Args:
             log_probs: [M] log-probabilities of the scored tokens in nats, with gradient.
             batch: The microbatch; its per-scored-token fields (`advantages`, `old_log_probs`, `sampler_log_probs`,
-                `scored_segments`) have the length and dtype of `log_probs`.
+                `scored_segments`) have the length and dtype of `log_probs`. It is one part of a step: what depends
+                on statistics of the whole step belongs into the trajectories, before they are split.
 
         Returns:
             [M] losses, neither summed nor averaged.
@@ -186,6 +192,10 @@ class PolicyModule(LightningModule):
     @override
     def on_fit_start(self) -> None:
         strategies.check_strategy(self.trainer)
+        if not self.automatic_optimization:
+            raise MisconfigurationException(
+                "`automatic_optimization=False` would never step; override `configure_optimizers` instead"
+            )
         self._prepare_policy()
         self._policy().train()  # a loaded model is in evaluation mode, where activation checkpointing is off
 
@@ -215,6 +225,9 @@ class PolicyModule(LightningModule):
     @override
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         metrics = self._sums.reduce(lambda sums: strategies.sum_over_ranks(self.trainer, sums))
+        seen, self._seen = self._seen, []
+        if not math.isfinite(metrics.get("loss", 0.0)):
+            raise ValueError(_explain_loss(metrics["loss"], seen))
         if metrics.get("tokens_with_signal", 0.0) == 0.0:
             # Without gradients every torch optimizer leaves parameter and state alone, weight decay included.
             self.zero_grad(set_to_none=True)
@@ -222,8 +235,7 @@ class PolicyModule(LightningModule):
             rank_zero_warn("a step had no token with a gradient (all advantages 0 or masked): weights left as they are")
         metrics["grad_norm"] = strategies.gradient_norm(self.parameters())
         metrics["steps_without_signal"] = float(self.steps_without_signal)
-        known = {name: value for name, value in metrics.items() if value == value}  # a mean over no token is NaN
-        self.log_dict(with_prefix("train", known), on_step=True, on_epoch=False, batch_size=1)
+        self.log_dict(with_prefix("train", metrics), on_step=True, on_epoch=False, batch_size=1)
 
     @override
     def on_train_epoch_end(self) -> None:
@@ -299,7 +311,16 @@ class PolicyModule(LightningModule):
     def _weighted_losses(self, batch: PackedBatch, weights: Tensor, log_probs: Tensor, part: slice) -> Tensor:
         """Weight x loss of the scored tokens in `part`, whose log-probabilities are given."""
         seen = (batch if part == slice(None) else batch.scored_slice(part)).like(log_probs)
+        if seen.old_log_probs is None:
+            # Before the only update of an iteration the policy is its own reference.
+            seen = seen.replace(old_log_probs=log_probs.detach())
         losses = self.objective(log_probs, seen)
+        if not isinstance(losses, Tensor):
+            raise TypeError(f"`objective` returned {type(losses).__name__}, expected a tensor with one loss per token")
+        if log_probs.requires_grad and log_probs.numel() and not losses.requires_grad:
+            raise ValueError(
+                "`objective` returned losses without gradient; compute them from `log_probs`, not detached"
+            )
         if losses.shape != log_probs.shape:
             raise ValueError(
                 f"`objective` returned shape {list(losses.shape)}, expected one loss per scored token "
@@ -310,6 +331,7 @@ class PolicyModule(LightningModule):
     def _add_metrics(self, loss: Tensor, log_probs: Tensor, entropy: Tensor | None, batch: PackedBatch) -> None:
         weights = _required(batch.weights, "weights")
         live = weights != 0 if batch.advantages is None else (weights != 0) & (batch.advantages != 0)
+        self._seen.append((batch, log_probs))
         self._sums.add_total("loss", loss)
         self._sums.add_total("scored_tokens", loss.new_tensor(float(batch.num_scored)))
         self._sums.add_total("live_tokens", live)
@@ -329,8 +351,31 @@ def _required(value: Tensor | None, name: str) -> Tensor:
     return value
 
 
+def _explain_loss(loss: float, seen: list[tuple[PackedBatch, Tensor]]) -> str:
+    """Names the first trajectory of this rank's microbatches with a log-probability that is no number."""
+    for batch, log_probs in seen:
+        bad = ~torch.isfinite(log_probs)
+        if bool(bad.any()):
+            token = int(bad.nonzero()[0])
+            index = int(batch.trajectory_index[batch.scored_segments[token]])
+            return (
+                f"the loss of a step is {loss}: trajectory {index} of the iteration has a log-probability of "
+                f"{float(log_probs[token])}; the weights were not updated. Look for weights that are not finite, a "
+                "learning rate that is too large, or a precision that overflows"
+            )
+    return (
+        f"the loss of a step is {loss} although this rank's log-probabilities are finite; weights were not updated. "
+        "Look at `objective`, advantages and old log-probabilities, or at the other ranks' messages"
+    )
+
+
 def _check_numbers(
-    learning_rate: float, temperature: float, clip_low: float, clip_high: float, entropy_bonus: float
+    learning_rate: float,
+    temperature: float,
+    clip_low: float,
+    clip_high: float,
+    entropy_bonus: float,
+    warmup_steps: int,
 ) -> None:
     for name, value, allowed in (
         ("learning_rate", learning_rate, learning_rate >= 0),
@@ -338,6 +383,7 @@ def _check_numbers(
         ("clip_low", clip_low, clip_low >= 0),
         ("clip_high", clip_high, clip_high >= 0),
         ("entropy_bonus", entropy_bonus, entropy_bonus >= 0),
+        ("warmup_steps", warmup_steps, warmup_steps >= 0),
     ):
         if not allowed:
             least = "greater than 0" if name == "temperature" else "at least 0"

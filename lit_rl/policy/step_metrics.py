@@ -27,7 +27,7 @@ class StepSums:
         self._denominators: dict[str, Tensor | None] = {}
 
     def add_mean(self, name: str, values: Tensor) -> None:
-        """Adds one value per scored token; the result is their mean over the step (NaN when there was none).
+        """Adds one value per scored token; the result is their mean over the step, left out when there was none.
 
         Args:
             name: Metric name.
@@ -74,8 +74,9 @@ class StepSums:
         totals = {name for name in names if self._denominators[name] is None}
         self._numerators, self._denominators = {}, {}
         return {
-            name: top if name in totals else (top / bottom if bottom > 0 else float("nan"))
+            name: top if name in totals else top / bottom
             for name, top, bottom in zip(names, numerators, denominators, strict=True)
+            if name in totals or bottom > 0
         }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -102,7 +103,7 @@ class Episode:
             if not isinstance(self.environment, Environment):
                 raise TypeError(f"`environment` made {self.environment!r}, expected an instance of `Environment`")
             self.environment.seed = derive_seed(self.attempt.seed, "environment")
-            prompt = _ids(self.environment.reset(dict(self.attempt.task)), "the prompt")
+            prompt = _ids(self.environment.reset(copy.deepcopy(dict(self.attempt.task))), "the prompt")
             if not prompt:
                 raise ValueError("the prompt is empty; `reset` returns at least 1 token id")
             limit = self.limits.max_trajectory_tokens

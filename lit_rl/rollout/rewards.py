@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -99,14 +100,25 @@ class SingleTurn:
         try:
             return self._score(environments, answers, texts)
         except Exception as error:
+            failure = error
             if len(environments) == 1:
                 return [error]
         turns: list[Any] = []
         for environment, answer, text in zip(environments, answers, texts, strict=True):
             try:
                 turns += self._score([environment], [answer], [text])
-            except Exception as error:
-                turns.append(error)
+            except Exception as again:
+                turns.append(again)
+        failed = sum(isinstance(turn, Exception) for turn in turns)
+        if failed == 0:
+            # Nothing is wrong with any single answer, so the function failed on all of them together.
+            return [failure] * len(environments)
+        if failed < len(turns):
+            warnings.warn(
+                f"a reward function failed on {len(turns)} answers together ({failure}); each was scored alone, so "
+                "rewards that compare answers with each other mean nothing here",
+                stacklevel=2,
+            )
         return turns
 
     def encode(self, task: Mapping[str, Any]) -> list[int]:

@@ -124,7 +124,7 @@ def test_truncated_trajectories_can_be_masked_while_their_reward_counts():
 
 def test_unscored_trajectories_are_named_or_left_out():
     made = [Trajectory([3, 4, 5], [0, 1, 1], r, group="g", task="t") for r in (1.0, None, 0.0, 1.0)]
-    with pytest.raises(ValueError, match=r"`rewards`\[1\] \(group 'g'\) is missing"):
+    with pytest.raises(ValueError, match=r"trajectory 1 \(task 't', group 'g'\) has no reward"):
         fit(PackedDataModule(made, max_tokens=64))
     epochs, trainer = fit(PackedDataModule(made, max_tokens=64, missing_rewards="ignore"))
     assert sum(batch.num_scored for batch in epochs[0]) == 6
@@ -139,7 +139,7 @@ def test_impossible_budgets_are_refused_at_construction(budget):
 
 @pytest.mark.parametrize("budget", [7.5, None, "8", True])
 def test_budgets_of_another_type_are_refused_at_construction(budget):
-    with pytest.raises(TypeError, match="`max_tokens` must be an integer"):
+    with pytest.raises(TypeError, match="`max_tokens` must be an integer of at least 1"):
         PackedDataModule(random_trajectories(4), max_tokens=budget)
 
 

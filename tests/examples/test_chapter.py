@@ -23,7 +23,7 @@ from examples.chapter import (
     table,
 )
 from examples.chapter.reproduce import HERE, SECTIONS, options
-from lit_rl import CausalLMPolicy
+from lit_rl import CausalLMPolicy, Trajectory
 
 RESULTS = json.loads((HERE / "results.json").read_text())
 DEMONSTRATIONS = 320
@@ -39,7 +39,13 @@ def quiet():
 
 @pytest.fixture(scope="module")
 def played():
-    return gym.first_episodes(DEMONSTRATIONS)
+    """A hardly trained policy never passes, so its episodes get rewards by their number."""
+    policy, episodes = gym.first_episodes(DEMONSTRATIONS)
+    made_up = [
+        Trajectory(e.token_ids, e.action_mask, float(i % 3 == 0), log_probs=e.log_probs, group=e.group, task=e.task)
+        for i, e in enumerate(episodes)
+    ]
+    return policy, made_up
 
 
 def committed(number: str) -> list[table.Row]:
@@ -53,6 +59,12 @@ def test_cheap_rows_are_the_committed_ones(number):
     assert rows
     missing = [row for row in rows if row not in committed(number)]
     assert missing == []
+
+
+def test_measured_rows_are_the_committed_ones():
+    rows = committed("14.3")
+    measured = logits.measured_rows(RESULTS["14.3"]["data"])
+    assert rows[-len(measured) :] == measured
 
 
 def test_rows_of_the_runs_are_the_committed_ones():

@@ -1,8 +1,7 @@
-"""What two processes do for `test_head_ranks.py`: `python -m tests.policy.head_worker CASE` under a launcher."""
+"""What two processes do for `test_head_ranks.py`: `python -m tests.policy.head_worker` under a launcher."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 
 import torch
@@ -157,15 +156,14 @@ def sharded_adapter() -> None:
     assert_gradients(model, expected)
 
 
-CASES = {case.__name__: case for case in (
-    data_parallel, sharded_inside_forward, sharded_on_its_own, sharded_outside_forward, sharded_adapter
-)}  # fmt: skip
+CASES = (data_parallel, sharded_inside_forward, sharded_on_its_own, sharded_outside_forward, sharded_adapter)
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
-    CASES[sys.argv[1]]()
-    dist.barrier()
-    if dist.get_rank() == 0:
-        print("equal on both ranks")
+    for case in CASES:
+        case()
+        dist.barrier()
+        if dist.get_rank() == 0:
+            print(f"{case.__name__}: equal", flush=True)
     dist.destroy_process_group()

@@ -68,7 +68,7 @@ def test_sixteen_bit_weights_need_no_float32_copy() -> None:
 
 
 def test_the_default_chunk_of_one_pass_keeps_to_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lit_rl.policy.head_function.CHUNK_BYTES", 4 * 2**20)
+    monkeypatch.setattr("lit_rl.policy.head_tiles.CHUNK_BYTES", 4 * 2**20)
     few, many = (head_memory(tokens, "one_pass", chunk_tokens=None) for tokens in (64, 512))
     assert few < 1.25 * 4 * 2**20
     assert many < 1.25 * 4 * 2**20

@@ -212,10 +212,13 @@ def test_trainable_tokens() -> None:
 
 @pytest.mark.parametrize(
     "config",
-    [LoraConfig(use_dora=True, target_modules=["lm_head"]), IA3Config(target_modules=["lm_head"], feedforward_modules=[]),
-     LoHaConfig(target_modules=["lm_head"])],
+    [
+        LoraConfig(use_dora=True, target_modules=["lm_head"]),
+        IA3Config(target_modules=["lm_head"], feedforward_modules=[]),
+        LoHaConfig(target_modules=["lm_head"]),
+    ],
     ids=lambda config: type(config).__name__,
-)  # fmt: skip
+)
 def test_other_adapters_are_refused_by_name(config: PeftConfig) -> None:
     model = get_peft_model(build("Qwen3", head_dim=8), config)
     kind = type(find_output_layer(model)).__name__

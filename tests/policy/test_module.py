@@ -198,7 +198,7 @@ def test_entropy_bonus_raises_entropy():
         ({"temperature": 0.0}, "`temperature` must be greater than 0"),
         ({"learning_rate": -1.0}, "`learning_rate` must be at least 0"),
         ({"clip_low": -0.1}, "`clip_low`"),
-        ({"objective": "ppo"}, "`objective` must name one of"),
+        ({"objective": "ppo"}, "`objective` must be one of"),
         ({"chunk_tokens": 0}, "chunk_tokens"),
         ({"layout": "flat"}, "`layout`"),
     ],
