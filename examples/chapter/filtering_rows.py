@@ -13,6 +13,8 @@ from lit_rl.throughput import dead_group_share
 
 Runs = Sequence[dict[str, Any]]
 TAIL = 20
+# Student's t for 95% intervals, by number of seeds.
+T_95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36}
 GYM = "another gym"
 
 
@@ -122,9 +124,12 @@ def difference(runs: Runs, arm: str) -> tuple[str, str]:
     if len(pairs) < 2:
         return f"{pairs[0]:+.3f}", "one seed resolves nothing"
     error = stdev(pairs) / math.sqrt(len(pairs))
-    inside = abs(mean(pairs)) < 2 * error
-    reading = "within two standard errors of 0" if inside else "more than two standard errors from 0"
-    return f"{mean(pairs):+.3f} ± {error:.3f}", f"{reading}; {len(pairs)} seeds see no less than {2 * error:.2f}"
+    low, high = mean(pairs) - T_95[len(pairs)] * error, mean(pairs) + T_95[len(pairs)] * error
+    reading = "noise" if low < 0 < high else "not noise"
+    return (
+        f"{mean(pairs):+.3f} ± {error:.3f}",
+        f"95% interval {low:+.2f} to {high:+.2f}: {reading} at {len(pairs)} seeds",
+    )
 
 
 def mean_and_error(values: Sequence[float]) -> str:

@@ -167,15 +167,13 @@ class RowStatistics:
         self.peak.copy_(peak)
 
     def log_probs(self, slope: Tensor | float) -> Tensor:
-        """Log-probabilities of the targets, never above zero."""
+        """Log-probabilities of the targets, never above zero: no target tops the peak, and `total` is at least 1."""
         row_slope = slope.squeeze(1) if isinstance(slope, Tensor) else slope
-        return ((self.target - self.peak) * row_slope - self.total.log()).clamp_max_(0.0)
+        return (self.target - self.peak) * row_slope - self.total.log()
 
     def entropy(self) -> Tensor | None:
-        """Entropies in nats, never below zero; None if they were not asked for."""
-        if self.weighted is None:
-            return None
-        return (self.total.log() - self.weighted / self.total).clamp_min_(0.0)
+        """Entropies in nats, never below zero: no exponent is above it. None if they were not asked for."""
+        return None if self.weighted is None else self.total.log() - self.weighted / self.total
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from lit_rl.data.collate import collate, filler_batch
 from lit_rl.metrics import TokenMean, ZeroAdvantageCounts
 from lit_rl.strategies import gather_over_ranks
 from tests.callbacks.stubs import StubModule, attempt, loader
+from tests.distributed.launch import leave
 from tests.helpers import quiet_trainer
 
 
@@ -68,6 +69,7 @@ def main() -> None:
     results: list[Any] = gather_over_ranks({"monitors": monitors, "metrics": metrics_over_ranks(rank)})
     if rank == 0:
         print("RESULTS " + json.dumps(results), flush=True)
+    leave()
 
 
 if __name__ == "__main__":

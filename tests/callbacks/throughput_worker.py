@@ -6,6 +6,7 @@ import json
 import os
 
 from tests.callbacks.test_throughput import same_load
+from tests.distributed.launch import leave
 
 
 def main() -> None:
@@ -13,6 +14,7 @@ def main() -> None:
     metrics = {accumulate: same_load(accumulate, int(os.environ["WORLD_SIZE"])) for accumulate in (1, 4)}
     if os.environ["RANK"] == "0":
         print("RESULTS " + json.dumps(metrics), flush=True)
+    leave()
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -43,6 +45,17 @@ def run(arguments: Sequence[str], *, folder: Path = ROOT, timeout: float = 240.0
     Raises:
         GroupFailed: It failed, or the time was up; nothing is left running.
     """
+    for attempt in range(3):
+        status, output = _run_once(arguments, folder, timeout)
+        if status == 0:
+            return output
+        # Ports are chosen before they are used; beside other tests another process may be faster.
+        if "EADDRINUSE" not in output or attempt == 2:
+            break
+    raise GroupFailed(f"exit status {status}:\n{output[-8000:]}")
+
+
+def _run_once(arguments: Sequence[str], folder: Path, timeout: float) -> tuple[int, str]:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"}
     group = subprocess.Popen(
         [sys.executable, *arguments],
@@ -59,6 +72,11 @@ def run(arguments: Sequence[str], *, folder: Path = ROOT, timeout: float = 240.0
         os.killpg(group.pid, signal.SIGKILL)
         output, _ = group.communicate()
         raise GroupFailed(f"no end within {timeout} s:\n{output[-8000:]}") from None
-    if group.returncode != 0:
-        raise GroupFailed(f"exit status {group.returncode}:\n{output[-8000:]}")
-    return output
+    return group.returncode, output
+
+
+def leave() -> None:
+    """Ends a process of a group in order: one that exits with its connections open may abort the others."""
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from tests.distributed.cases import run_case
+from tests.distributed.launch import leave
 
 
 def main() -> None:
@@ -17,6 +18,7 @@ def main() -> None:
     rank, devices = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     for name in names:
         torch.save(run_case(name, strategy, devices), Path(folder) / f"{name}.{rank}.pt")
+    leave()
 
 
 if __name__ == "__main__":

@@ -126,9 +126,9 @@ def test_a_tied_table_gets_both_of_its_gradients() -> None:
 # --- adapters and wrappers --------------------------------------------------------------------------------------
 
 
-def adapted(**settings: object) -> nn.Module:
+def adapted(name: str = "Qwen3", **settings: object) -> nn.Module:
     torch.manual_seed(0)
-    model = get_peft_model(build("Qwen3", head_dim=8).double(), LoraConfig(r=3, lora_alpha=5, **settings))
+    model = get_peft_model(build(name, head_dim=8).double(), LoraConfig(r=3, lora_alpha=5, **settings))
     for name, parameter in model.named_parameters():
         if "lora_" in name or "modules_to_save" in name:
             parameter.data = torch.randn_like(parameter.data).double() * 0.3
@@ -151,8 +151,9 @@ def assert_evaluated_as_the_model_does(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("settings", [{}, {"lora_bias": True}, {"use_rslora": True}], ids=str)
-def test_lora_on_the_output_layer(settings: dict) -> None:
-    model = adapted(target_modules=["lm_head"], **settings)
+@pytest.mark.parametrize("name", ["Qwen3", "Phi"])  # the second has a bias
+def test_lora_on_the_output_layer(name: str, settings: dict) -> None:
+    model = adapted(name, target_modules=["lm_head"], **settings)
     assert_evaluated_as_the_model_does(model)
     assert not find_output_layer(model).base_layer.weight.requires_grad
 
