@@ -19,10 +19,11 @@ import argparse
 import gc
 import importlib.util
 import json
+import math
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -113,12 +114,8 @@ def cut_cross_entropy(inputs: Inputs) -> None:
     (losses * -inputs.upstream).sum().backward()
 
 
-def _two_pass(inputs: Inputs, hidden: Tensor, targets: Tensor, upstream: Tensor) -> None:
-    (inputs.head()(hidden, targets).log_probs * upstream).sum().backward()
-
-
 def two_pass(inputs: Inputs) -> None:
-    _two_pass(inputs, inputs.hidden, inputs.targets, inputs.upstream)
+    (inputs.head()(inputs.hidden, inputs.targets).log_probs * inputs.upstream).sum().backward()
 
 
 def one_pass(inputs: Inputs) -> None:
@@ -129,17 +126,17 @@ def one_pass(inputs: Inputs) -> None:
 
 
 def quarter_scored(inputs: Inputs) -> None:
-    scored = torch.arange(0, len(inputs.targets), 4, device=inputs.targets.device)
-    _two_pass(inputs, inputs.hidden.index_select(0, scored), inputs.targets[scored], inputs.upstream[scored])
+    hidden = inputs.hidden[::4]
+    two_pass(replace(inputs, hidden=hidden, targets=inputs.targets[::4], upstream=inputs.upstream[::4]))
 
 
 def four_fifths_zero(inputs: Inputs) -> None:
     live = torch.arange(len(inputs.targets), device=inputs.targets.device) % 5 == 0
-    _two_pass(inputs, inputs.hidden, inputs.targets, inputs.upstream * live)
+    two_pass(replace(inputs, upstream=inputs.upstream * live))
 
 
 @torch.no_grad()
-def _products(inputs: Inputs, product: Callable[[Tensor, Tensor], Tensor], rows: int, columns: int) -> None:
+def products_alone(inputs: Inputs, product: Callable[[Tensor, Tensor], Tensor], rows: int, columns: int) -> None:
     for hidden in inputs.hidden.split(rows):
         for weight in inputs.weight.split(columns):
             logits = product(hidden, weight.t()).to(hidden.dtype)
@@ -147,19 +144,10 @@ def _products(inputs: Inputs, product: Callable[[Tensor, Tensor], Tensor], rows:
             product(logits.t(), hidden)
 
 
-def products(inputs: Inputs) -> None:
-    _products(inputs, torch.mm, 2048, len(inputs.weight))
-
-
-def head_products(inputs: Inputs) -> None:
-    """The same three products in the head's tiles and by what it multiplies with."""
-    _products(inputs, multiply, 1024, 6144)
-
-
 ROWS: dict[str, tuple[str, Callable[[Inputs], None]]] = {
     "full": ("full logits", full),
-    "products": ("three products alone (limit)", products),
-    "head_products": ("three products, the head's own", head_products),
+    "products": ("three products alone (limit)", lambda x: products_alone(x, torch.mm, 2048, len(x.weight))),
+    "head_products": ("the same, made as the head makes them", lambda x: products_alone(x, multiply, 1024, 6144)),
     "chunked": ("chunked", chunked),
     "checkpointed": ("chunked and checkpointed", checkpointed),
     "linear_cross_entropy": ("torch linear_cross_entropy, chunked", linear_cross_entropy),
@@ -177,9 +165,7 @@ COPIES = {"full": 3.0, "chunked": 2.0}
 def runs_here(row: str, options: argparse.Namespace) -> bool:
     """Whether a row's library is installed; the two others' kernels need CUDA."""
     modules = {"liger": "liger_kernel", "cut_cross_entropy": "cut_cross_entropy"}
-    if row not in modules:
-        return True
-    return options.device == "cuda" and importlib.util.find_spec(modules[row]) is not None
+    return row not in modules or (options.device == "cuda" and importlib.util.find_spec(modules[row]) is not None)
 
 
 def free_bytes(options: argparse.Namespace) -> int:
@@ -245,21 +231,18 @@ def table(results: dict[str, dict[str, float]], tokens: int, options: argparse.N
     """One line per row, with ratios to full logits, to the products alone, and to a chunk of logits."""
     chunk = min(tokens, max(1, CHUNK_BYTES // (4 * options.vocabulary))) * 4 * options.vocabulary
 
-    def ratio(value: float, other: str, key: str) -> str:
-        return f"{value / results[other][key]:8.2f}" if other in results else "       -"
-
     lines = [
         f"{tokens:,} tokens, vocabulary {options.vocabulary:,}, width {options.width:,}, {options.dtype}, "
         f"{options.device}; one chunk of logits is {chunk / 1e9:.2f} GB",
-        f"{'':38}{'s':>8}{'/full':>8}{'/limit':>8}{'CPU s':>8}{'/full':>8}{'GB':>8}{'/chunk':>8}",
+        f"{'':38}{'s':>8}{'/full':>8}{'/limit':>8}{'/two':>8}{'CPU s':>8}{'/full':>8}{'/two':>8}{'GB':>8}{'/chunk':>8}",
     ]
     for row, result in results.items():
-        seconds, cpu, extra = result["seconds"], result["cpu_seconds"], result["extra_bytes"]
-        lines.append(
-            f"{ROWS[row][0]:38}{seconds:8.2f}{ratio(seconds, 'full', 'seconds')}"
-            f"{ratio(seconds, 'products', 'seconds')}{cpu:8.2f}{ratio(cpu, 'full', 'cpu_seconds')}"
-            f"{extra / 1e9:8.3f}{extra / chunk:8.2f}"
-        )
+        cells = [f"{ROWS[row][0]:38}"]
+        for key, others in (("seconds", ("full", "products", "two_pass")), ("cpu_seconds", ("full", "two_pass"))):
+            ratios = [result[key] / results[other][key] if other in results else math.nan for other in others]
+            cells += [f"{value:8.2f}" for value in (result[key], *ratios)]
+        cells += [f"{result['extra_bytes'] / 1e9:8.3f}{result['extra_bytes'] / chunk:8.2f}"]
+        lines.append("".join(cells))
     return "\n".join(lines)
 
 
@@ -307,13 +290,11 @@ def main(arguments: list[str] | None = None) -> dict[int, dict[str, dict[str, fl
     results: dict[int, dict[str, dict[str, float]]] = {}
     for tokens in options.tokens:
         inputs = Inputs.make(options, tokens)
-        rows = []
-        for row in options.rows:
-            needed = COPIES.get(row, 0.0) * tokens * options.vocabulary * 4
-            if needed > 0.9 * free_bytes(options):
-                print(f"left out at {tokens:,} tokens: {ROWS[row][0]}, which needs {needed / 1e9:.1f} GB", flush=True)
-            elif runs_here(row, options):
-                rows.append(row)
+        needed = {row: COPIES.get(row, 0.0) * tokens * options.vocabulary * 4 for row in options.rows}
+        too_large = [row for row in options.rows if needed[row] > 0.9 * free_bytes(options)]
+        for row in too_large:
+            print(f"left out at {tokens:,} tokens: {ROWS[row][0]}, which needs {needed[row] / 1e9:.1f} GB", flush=True)
+        rows = [row for row in options.rows if row not in too_large and runs_here(row, options)]
         results[tokens] = measure(rows, inputs, options)
         print(table(results[tokens], tokens, options), end="\n\n", flush=True)
     if options.json is not None:

@@ -43,23 +43,23 @@ def save_picture(folder: Path) -> Path:
 
     log = read_log(folder)
     episodes = _cumulative(log["rollout/trajectories"])
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), constrained_layout=True)
-    passed = _values(log["rollout/pass_rate"])
-    left.plot(episodes, passed, color="#9db7d5", linewidth=1, label="training tasks, each iteration")
-    left.plot(episodes, _smooth(passed), color="#1f5fa8", linewidth=2, label="training tasks, mean of the last 8")
-    held_out = [(episodes[int(epoch)], value) for epoch, value in log["val/pass_rate"]]
-    left.plot(*zip(*held_out, strict=True), "o-", color="#d98a1f", markersize=5, linewidth=1, label="held-out tasks")
-    left.set(xlabel="episodes sampled", ylabel="pass rate", ylim=(0, 1), title="Pass rate")
-    left.legend(frameon=False, loc="lower right")
-    for values, colour, label in (
-        (_smooth(_values(log["zero_advantage/groups"])), "#c0504d", "groups without signal"),
-        (_padding(log, "padding/padded_layout_positions"), "#8a8a8a", "padding, if the batch were padded"),
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), constrained_layout=True)
+    passed = log["rollout/pass_rate"]
+    left.plot(*_curve(passed, episodes), color="#9db7d5", linewidth=1, label="training, each iteration")
+    left.plot(*_curve(_smooth(passed), episodes), color="#1f5fa8", linewidth=2, label="training, mean of the last 8")
+    left.plot(
+        *_curve(log["val/pass_rate"], episodes), "o-", color="#d98a1f", markersize=5, linewidth=1, label="held-out"
+    )
+    left.set(xlabel="episodes sampled", ylabel="pass rate", ylim=(0, 1.02))
+    for series, colour, label in (
+        (_smooth(log["zero_advantage/groups"]), "#c0504d", "groups without signal"),
+        (_padding(log, "padding/padded_layout_positions"), "#8a8a8a", "padding, if padded"),
         (_padding(log, "padding/positions"), "#2f8f5b", "padding, as packed"),
     ):
-        right.plot(episodes[: len(values)], values, color=colour, linewidth=2, label=label)
-    right.set(xlabel="episodes sampled", ylabel="share, last 8 iterations", ylim=(-0.02, 1), title="What is wasted")
-    right.legend(frameon=False, loc="upper center")
+        right.plot(*_curve(series, episodes), color=colour, linewidth=2, label=label)
+    right.set(xlabel="episodes sampled", ylabel="share, last 8 iterations", ylim=(-0.02, 1.02))
     for axis in (left, right):
+        axis.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, fontsize=8, columnspacing=1)
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(alpha=0.25)
     path = folder / "progress.png"
@@ -93,8 +93,11 @@ def print_table(
         ("held-out pass rate, after", f"{after['val/pass_rate']:.2f}"),
         ("episodes sampled", f"{episodes:.0f}"),
         ("groups without signal, last 20 iterations", _percent(_tail(log.get("zero_advantage/groups", [])))),
-        ("padding, as packed", _percent(_padding(log, "padding/positions", 10**6)[-1])),
-        ("padding, if the batches were padded", _percent(_padding(log, "padding/padded_layout_positions", 10**6)[-1])),
+        ("padding, as packed", _percent(_padding(log, "padding/positions", 10**6)[-1][1])),
+        (
+            "padding, if the batches were padded",
+            _percent(_padding(log, "padding/padded_layout_positions", 10**6)[-1][1]),
+        ),
         ("tokens over 20% from the sampler's ratio", _percent(_mean(log.get("sampler_ratio/outside_20_percent", [])))),
         ("imitation, seconds", f"{imitation_seconds:.0f}"),
         ("reinforcement, seconds", f"{seconds:.0f}"),
@@ -116,15 +119,22 @@ def _cumulative(series: Series) -> list[float]:
     return sums
 
 
-def _smooth(values: list[float], window: int = 8) -> list[float]:
-    return [sum(values[max(0, i - window + 1) : i + 1]) / min(i + 1, window) for i in range(len(values))]
+def _curve(series: Series, episodes: list[float]) -> tuple[list[float], list[float]]:
+    """Values against the episodes sampled by the end of their iteration; some are not logged in every one."""
+    return [episodes[int(iteration)] for iteration, _ in series], _values(series)
 
 
-def _padding(log: Mapping[str, Series], positions: str, window: int = 8) -> list[float]:
+def _smooth(series: Series, window: int = 8) -> Series:
+    parts = [series[max(0, end - window) : end] for end in range(1, len(series) + 1)]
+    return [(part[-1][0], _mean(part)) for part in parts]
+
+
+def _padding(log: Mapping[str, Series], positions: str, window: int = 8) -> Series:
     """Padding share over a window, from sums: an iteration with nothing to compute weighs nothing."""
-    computed, real = _values(log[positions]), _values(log["padding/real"])
-    windows = [slice(max(0, end - window), end) for end in range(1, len(computed) + 1)]
-    return [1 - sum(real[w]) / max(sum(computed[w]), 1) for w in windows]
+    real = dict(log["padding/real"])
+    pairs = [(iteration, computed, real[iteration]) for iteration, computed in log[positions] if iteration in real]
+    parts = [pairs[max(0, end - window) : end] for end in range(1, len(pairs) + 1)]
+    return [(part[-1][0], 1 - sum(r for *_, r in part) / max(sum(c for _, c, _ in part), 1)) for part in parts]
 
 
 def _mean(series: Series) -> float:

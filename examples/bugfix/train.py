@@ -42,7 +42,7 @@ def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", type=int, default=1, help="processes on this machine")
     parser.add_argument("--iterations", type=int, default=60, help="rollouts, each followed by one optimizer step")
-    parser.add_argument("--demonstrations", type=int, default=12000, help="scripted episodes to imitate first")
+    parser.add_argument("--demonstrations", type=int, default=16000, help="scripted episodes to imitate first")
     parser.add_argument("--tasks-per-iteration", type=int, default=8)
     parser.add_argument("--group-size", type=int, default=8, help="attempts per task")
     parser.add_argument("--max-tokens", type=int, default=2048, help="token budget of a microbatch, in positions")
@@ -69,7 +69,7 @@ def trainer(arguments: argparse.Namespace, **settings: Any) -> Trainer:
 
 def imitate(model: torch.nn.Module, arguments: argparse.Namespace) -> None:
     """Supervised warm-up: the policy learns the tools and the bad habits of the demonstrations."""
-    module = PolicyModule(model, objective="supervised", learning_rate=5e-3, warmup_steps=20)
+    module = PolicyModule(model, objective="supervised", learning_rate=2e-3, warmup_steps=20)
     data = PackedDataModule(
         demonstrations(practice_tasks(arguments.demonstrations), seed=arguments.seed),
         max_tokens=arguments.max_tokens,
@@ -111,7 +111,7 @@ def reinforce(model: torch.nn.Module, arguments: argparse.Namespace) -> tuple[Tr
         GradientNormalizationCheck(),
     ]
     if arguments.curriculum == "on":
-        callbacks.append(PassRateCurriculum(low=0.0, high=1.0, revisit=1))
+        callbacks.append(PassRateCurriculum(estimator="mean_of_last", revisit=2))
     running = trainer(
         arguments,
         max_epochs=arguments.iterations,
