@@ -389,6 +389,8 @@ class EveryRankSampler(DistributedSampler):
 
 
 def _as_trajectories(source: Any) -> Sequence[Trajectory]:
+    if hasattr(source, "__len__") and len(source) == 0:
+        raise ValueError("there are no trajectories; give at least one")
     if isinstance(source, Dataset):
         return DatasetTrajectories(source)
     if isinstance(source, Sequence) and all(isinstance(item, Trajectory) for item in source):

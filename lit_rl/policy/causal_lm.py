@@ -79,6 +79,11 @@ class CausalLMPolicy(nn.Module):
         super().__init__()
         if not isinstance(model, nn.Module):
             raise TypeError(f"`model` must be a torch module, got {type(model).__name__}")
+        if hasattr(model, "_orig_mod"):
+            raise TypeError(
+                "`model` is wrapped by `torch.compile(model)`, which hides its hidden states; compile it in place with "
+                "`model.compile()`"
+            )
         if layout not in ("auto", "packed", "padded"):
             raise ValueError(f'`layout` must be "auto", "packed" or "padded", got {layout!r}')
         self.model = model

@@ -232,7 +232,11 @@ class PolicyModule(LightningModule):
             # Without gradients every torch optimizer leaves parameter and state alone, weight decay included.
             self.zero_grad(set_to_none=True)
             self.steps_without_signal += 1
-            rank_zero_warn("a step had no token with a gradient (all advantages 0 or masked): weights left as they are")
+            if self.steps_without_signal == 1:
+                rank_zero_warn(
+                    "a step had no token with a gradient (all advantages 0 or masked): weights left as they are; "
+                    "`train/steps_without_signal` counts further ones"
+                )
         metrics["grad_norm"] = strategies.gradient_norm(self.parameters())
         metrics["steps_without_signal"] = float(self.steps_without_signal)
         self.log_dict(with_prefix("train", metrics), on_step=True, on_epoch=False, batch_size=1)
