@@ -28,7 +28,7 @@ from lit_rl.callbacks import PassRateCurriculum, ZeroAdvantageMonitor
 from lit_rl.curriculum import BetaPosterior, LiveProbability
 
 # At 1e-3, as in the demo, tasks saturate more slowly and the filter has less to leave out.
-LEARNING_RATE = 1.5e-3
+LEARNING_RATE = 2e-3
 # Attempts per held-out task at each evaluation: 64 on 10 tasks have a standard error of at most 0.02.
 ATTEMPTS = 64
 EVERY = 10
