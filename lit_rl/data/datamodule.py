@@ -181,8 +181,8 @@ class PackedDataModule(LightningDataModule):
         self.rollout_statistics |= losses | {"cut": float(iteration.cut)}
         if iteration.cut or iteration.dropped["overlong"]:
             rank_zero_warn(
-                f"of {len(iteration)} trajectories {iteration.dropped['overlong']} were dropped and {iteration.cut} were "
-                f"cut because they are longer than `max_tokens`={self.max_tokens}; the log counts them as "
+                f"of {len(iteration)} trajectories {iteration.dropped['overlong']} were dropped and {iteration.cut} "
+                f"were cut because they are longer than `max_tokens`={self.max_tokens}; the log counts them as "
                 "`rollout/dropped/overlong` and `rollout/cut`"
             )
         self._warn_of_cut_steps(iteration)

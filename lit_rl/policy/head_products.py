@@ -53,8 +53,17 @@ def multiply(left: Tensor, right: Tensor) -> Tensor:
     if left.dtype.itemsize < 4:
         return torch.mm(left, right, out_dtype=torch.float32)
     if left.numel() * right.shape[1] >= _ONEDNN_MIN_MULTIPLICATIONS and _uses_onednn(left):
-        return torch.ops.mkldnn._linear_pointwise(left, right.t(), None, "none", [], "")
+        # Gaps between rows send oneDNN to a reference implementation that is hundreds of times slower.
+        return _onednn_product(_without_gaps(left), _without_gaps(right))
     return torch.mm(left, right)
+
+
+def _onednn_product(left: Tensor, right: Tensor) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(left, right.t(), None, "none", [], "")
+
+
+def _without_gaps(matrix: Tensor) -> Tensor:
+    return matrix if matrix.is_contiguous() or matrix.t().is_contiguous() else matrix.contiguous()
 
 
 def _uses_onednn(operand: Tensor) -> bool:

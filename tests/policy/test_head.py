@@ -331,6 +331,23 @@ def test_fast_and_plain_products_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(fast[2], plain[2], rtol=1e-4, atol=1e-4)
 
 
+def test_fast_products_are_given_no_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With gaps between rows, oneDNN takes a reference path that is hundreds of times slower."""
+    factors: list[torch.Tensor] = []
+
+    def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        factors.extend([left, right])
+        return torch.mm(left, right)
+
+    monkeypatch.setattr(head_products, "_uses_onednn", lambda operand: True)
+    monkeypatch.setattr(head_products, "_onednn_product", product)
+    hidden = torch.randn(512, 64)[::4].requires_grad_()
+    weight = torch.randn(64, 2000).t()[:1500].requires_grad_()
+    token_log_probs(hidden, weight, torch.zeros(128, dtype=torch.long)).log_probs.sum().backward()
+    assert len(factors) == 2 * 4
+    assert all(factor.is_contiguous() or factor.t().is_contiguous() for factor in factors)
+
+
 # --- shapes, strides, and what autograd may ask -----------------------------------------------------------------
 
 
