@@ -254,10 +254,12 @@ def draw(results: dict[int, dict[str, dict[str, float]]], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(1, 2, figsize=(12, 4.5))
-    for row, (label, _) in ROWS.items():
+    measured = [row for row in ROWS if any(row in rows for rows in results.values())]
+    for index, row in enumerate(measured):
         points = [(tokens, rows[row]) for tokens, rows in results.items() if row in rows]
+        style = {"marker": "os^"[index // 10], "linestyle": ":-"["head," in ROWS[row][0]], "label": ROWS[row][0]}
         for axis, key, unit in ((axes[0], "seconds", 1.0), (axes[1], "extra_bytes", 1e9)):
-            axis.plot([t for t, _ in points], [max(r[key] / unit, 1e-3) for _, r in points], marker="o", label=label)
+            axis.plot([t for t, _ in points], [r[key] / unit for _, r in points], **style)
     for axis, title in ((axes[0], "forward and backward, s"), (axes[1], "memory beyond inputs and gradients, GB")):
         axis.set(xlabel="tokens", title=title, xscale="log", yscale="log")
     axes[1].legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
