@@ -17,7 +17,10 @@ warnings.filterwarnings("ignore", message=".*LeafSpec.*")
 
 @pytest.fixture(autouse=True)
 def no_process_group_is_left():
-    """A Trainer with a distributed strategy leaves its group open; the next test must not find it."""
+    """A Trainer with a distributed strategy leaves its group and its place in it; the next test must find neither."""
+    before = dict(os.environ)
     yield
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+    os.environ.clear()
+    os.environ.update(before)

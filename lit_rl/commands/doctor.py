@@ -51,8 +51,18 @@ def run(arguments: argparse.Namespace) -> int:
         FileNotFoundError: The model or the data is not there.
         ValueError: The data is not what it should be.
     """
-    warnings.filterwarnings("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    logger = logging.getLogger("lightning.pytorch")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return _run(arguments)
+    finally:
+        logger.setLevel(level)
+
+
+def _run(arguments: argparse.Namespace) -> int:
     module = load_module(arguments.model, arguments.layout)
     trajectories = load_trajectories(arguments, module)
     failed = 0

@@ -7,13 +7,18 @@ vocabulary, takes from it what log-probability and entropy need, and lets it go;
 The limit, and how far the head is from it. With the logits stored, forward and backward are three matrix products.
 Making the logits twice is a fourth, so no head that stores nothing can be faster than 4/3 of the products alone.
 `LogProbHead.loss` makes three: where a token's loss depends on its own log-probability only, the derivative is known
-as soon as the token is scored. Everything between the products works on a tile in cache, in place, and costs a few
-percent of them; `examples/benchmarks/head.py` measures all of it against full logits and against the products alone.
+as soon as the token is scored. Everything between the products works in place on a tile in cache. Measured for 2,048
+tokens, a vocabulary of 151,936 and a width of 1,024 in float32 on one AMD EPYC core (Zen 5): two passes take 1.39
+times, and one pass 1.08 times, what the head's three products take alone; 0.65 and 0.50 times what full logits take,
+because the head's products are the faster ones there (see `lit_rl.policy.head_products`). Run
+`examples/benchmarks/head.py` for other sizes and machines. On CUDA nothing has been measured.
 
-Memory, beyond inputs, their gradients and outputs. `token_log_probs`: one tile, a block of the weight's gradient and a
-few numbers per token, tens of MB on CPU and a few hundred on an accelerator, whatever the number of tokens. Bfloat16
-hidden states add their gradient in float32 until it is complete. `LogProbHead.loss`: one chunk of logits, 512 MiB
-where `chunk_tokens` is not given, and the weight's gradient in float32 if the weight is of a lower precision.
+Memory, beyond inputs, their gradients and outputs. `token_log_probs` holds two tiles, two blocks of the weight's
+gradient and some 30 bytes per token: about 0.1 GB on CPU and 0.4 GB on an accelerator, whatever the number of tokens,
+and less than one chunk of logits (of `chunk_tokens` tokens, or 512 MiB). Where hidden states are bfloat16, their
+gradient is held in float32 until it is complete. `LogProbHead.loss` holds one chunk of logits and a fifth of it
+besides, and the weight's gradient in float32 if the weight is of a lower precision. By arithmetic, for 16,384 tokens of
+the sizes above in bfloat16, everything included: 1.2 GB in two passes, 2.0 GB in one.
 """
 
 from __future__ import annotations
@@ -82,7 +87,8 @@ def token_log_probs(
         softcap: Bounds the logits to `softcap * tanh(logits / softcap)`, after the scale and before the temperature.
         vocab_size: Real size of the vocabulary, where the weight has more rows: they get no probability and no
             gradient. None means every row is a token.
-        chunk_tokens: Tokens of a tile. None chooses a tile of 24 MiB on CPU and 256 MiB elsewhere.
+        chunk_tokens: Tokens whose logits may exist at a time, and more than do. None chooses tiles of at most 24 MiB
+            on CPU and 256 MiB elsewhere.
         entropy: Whether to compute entropies.
 
     Returns:
@@ -132,8 +138,8 @@ class LogProbHead(nn.Module):
         logit_scale: Positive multiplier of its result.
         softcap: Bound of the logits, applied after the scale; None for none.
         vocab_size: Real size of the vocabulary, where the layer has more rows; None uses all of them.
-        chunk_tokens: Tokens whose logits may exist at a time. None chooses by bytes: `forward` and `logits` use tiles
-            of 24 MiB on CPU and 256 MiB elsewhere, `loss` a chunk of logits of 512 MiB.
+        chunk_tokens: Tokens whose logits may exist at a time. None chooses by bytes, and no more than there are:
+            `forward` makes tiles of at most 24 MiB on CPU and 256 MiB elsewhere, `loss` keeps a chunk of 512 MiB.
 
     Raises:
         TypeError: The output layer is more than a matrix and a bias; the message names its type.
@@ -179,7 +185,8 @@ class LogProbHead(nn.Module):
 
         Args:
             model: A transformers causal LM, possibly wrapped by PEFT, or any module with an output layer
-                (`get_output_embeddings()` or `lm_head`), whose result is then taken as the logits.
+                (`get_output_embeddings()` or `lm_head`), whose result is then taken as the logits. The layer is found
+                once: add adapters and resize vocabularies before.
             chunk_tokens: See the class.
             vocab_size: See the class; None takes the size that the model itself cuts its logits to, if it does.
 

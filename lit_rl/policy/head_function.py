@@ -17,12 +17,11 @@ from lit_rl.policy.head_passes import (
     Gradients,
     Objective,
     differentiate_scores,
-    full_logits,
     score,
     score_and_differentiate,
 )
 from lit_rl.policy.head_products import HeadInputs
-from lit_rl.policy.head_tiles import RowGradients, RowStatistics, TileShape
+from lit_rl.policy.head_tiles import RowGradients, RowStatistics, TileShape, full_logits
 
 # The fields of `HeadInputs`, in its order: an operator's arguments are spelled out in its schema.
 _INPUTS = (

@@ -94,18 +94,6 @@ def score(inputs: HeadInputs, shape: TileShape, *, entropy: bool) -> Scores:
     )
 
 
-def full_logits(inputs: HeadInputs, shape: TileShape) -> Tensor:
-    """All logits `[M, vocab_size]`, at temperature 1."""
-    slope = inputs.slope(slice(None))
-    logits = torch.empty(
-        len(inputs.targets), inputs.vocab_size, dtype=inputs.compute_dtype, device=inputs.targets.device
-    )
-    for block in shape.blocks(inputs):
-        for part in shape.slices(len(inputs.targets)):
-            logits[part, block.columns] = inputs.tile(inputs.hidden_rows(part), block) * slope
-    return logits
-
-
 @dataclass
 class Gradients:
     """What a backward pass adds up: one entry per hidden state and weight, None where no gradient is asked for.
@@ -153,18 +141,22 @@ class Gradients:
             for weight, hidden in zip(self.weights, hiddens, strict=True)
         ]
 
-    def add_weights(self, parts: list[Tensor | None], block: VocabBlock) -> None:
-        """Add to the weight gradients of one block, rounding to their precision."""
-        for weight, part in zip(self.weights, parts, strict=True):
-            if weight is not None and part is not None:
-                weight[block.columns] += part.to(weight.dtype)
+    def open_block(self, block: VocabBlock, dtype: torch.dtype) -> list[Tensor | None]:
+        """Where the weight gradients of one block are added up in `dtype`: in place, or beside what is less precise."""
+        views = [None if weight is None else weight[block.columns] for weight in self.weights]
+        return [view if view is None or view.dtype == dtype else torch.zeros_like(view, dtype=dtype) for view in views]
+
+    def close_block(self, block: VocabBlock, sums: list[Tensor | None]) -> None:
+        """Round the sums of one block to the precision of the weights, where that is another."""
+        for weight, total in zip(self.weights, sums, strict=True):
+            if weight is not None and total is not None and weight.dtype != total.dtype:
+                weight[block.columns] = total.to(weight.dtype)
 
 
-def _add_up(totals: list[Tensor | None], parts: list[Tensor | None]) -> list[Tensor | None]:
-    for total, part in zip(totals, parts, strict=False):
+def _add_up(totals: list[Tensor | None], parts: list[Tensor | None]) -> None:
+    for total, part in zip(totals, parts, strict=True):
         if total is not None and part is not None:
             total += part
-    return totals or parts
 
 
 def differentiate_scores(
@@ -187,10 +179,10 @@ def differentiate_scores(
         return gradients.add(tile, hiddens, rows, block)
 
     for block in shape.blocks(inputs) if total else ():
-        sums: list[Tensor | None] = []
+        sums = gradients.open_block(block, inputs.compute_dtype)
         for part in shape.slices(total):
-            sums = _add_up(sums, tile_parts(_among(live, part), block))
-        gradients.add_weights(sums, block)
+            _add_up(sums, tile_parts(_among(live, part), block))
+        gradients.close_block(block, sums)
     return gradients
 
 
@@ -277,7 +269,7 @@ def _drain(
         return gradients.add(tile, chunk.hiddens, chunk.rows, block)
 
     for block in shape.blocks(inputs) if len(targets) else ():
-        gradients.add_weights(tile_parts(block), block)
+        _add_up(gradients.open_block(block, inputs.compute_dtype), tile_parts(block))
 
 
 def _evaluate(objective: Objective, log_probs: Tensor, part: slice, *, needs: bool) -> tuple[Tensor, Tensor | None]:

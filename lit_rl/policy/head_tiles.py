@@ -28,7 +28,7 @@ _TILE_BYTES = {"cpu": 24 * 2**20}
 _TILE_BYTES_ELSEWHERE = 256 * 2**20
 _TILE_COLUMNS = {"cpu": 6144}
 _TILE_COLUMNS_ELSEWHERE = 16384
-_MIN_TILE_COLUMNS = 64
+_COLUMN_STEP = 64
 
 #: Bytes of one chunk of logits where no chunk is asked for.
 CHUNK_BYTES = 512 * 2**20
@@ -89,7 +89,8 @@ class TileShape:
         alive_per_column = 2 * (rows + inputs.width)
         entries = _tile_entries(inputs)
         fitting = min(_tile_columns(inputs), entries // rows, entries // inputs.width, allowed // alive_per_column)
-        return cls(rows, min(inputs.vocab_size, max(_MIN_TILE_COLUMNS, fitting)))
+        # Multiples of 64 suit vector and matrix units.
+        return cls(rows, min(inputs.vocab_size, max(_COLUMN_STEP, fitting // _COLUMN_STEP * _COLUMN_STEP)))
 
     def blocks(self, inputs: HeadInputs) -> Iterator[VocabBlock]:
         """The vocabulary, block after block; one is alive at a time."""
@@ -234,3 +235,15 @@ def differentiate(
     inside, columns = target
     gradient.scatter_add_(1, columns.unsqueeze(1), torch.where(inside, of_log_prob, 0.0).unsqueeze(1))
     return gradient if bend is None else gradient.mul_(bend)
+
+
+def full_logits(inputs: HeadInputs, shape: TileShape) -> Tensor:
+    """All logits `[M, vocab_size]`, at temperature 1."""
+    slope = inputs.slope(slice(None))
+    logits = torch.empty(
+        len(inputs.targets), inputs.vocab_size, dtype=inputs.compute_dtype, device=inputs.targets.device
+    )
+    for block in shape.blocks(inputs):
+        for part in shape.slices(len(inputs.targets)):
+            logits[part, block.columns] = inputs.tile(inputs.hidden_rows(part), block) * slope
+    return logits

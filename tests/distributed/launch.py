@@ -12,6 +12,8 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).parents[2]
+# A process that finds these believes that its group has been launched already, and waits for the others.
+PLACE_IN_A_GROUP = ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class GroupFailed(AssertionError):
@@ -56,7 +58,8 @@ def run(arguments: Sequence[str], *, folder: Path = ROOT, timeout: float = 240.0
 
 
 def _run_once(arguments: Sequence[str], folder: Path, timeout: float) -> tuple[int, str]:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"}
+    inherited = {name: value for name, value in os.environ.items() if name not in PLACE_IN_A_GROUP}
+    environment = inherited | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"}
     group = subprocess.Popen(
         [sys.executable, *arguments],
         cwd=folder,

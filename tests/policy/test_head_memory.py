@@ -64,7 +64,7 @@ def test_wide_models_stay_within_the_chunk() -> None:
 def test_sixteen_bit_weights_need_no_float32_copy() -> None:
     memory = head_memory(512, "two_pass", chunk_tokens=None, width=256, dtype=torch.bfloat16, vocabulary=64_000)
     weight_in_float32 = 64_000 * 256 * 4
-    assert memory < 0.6 * weight_in_float32
+    assert memory < 0.8 * weight_in_float32
 
 
 def test_the_default_chunk_of_one_pass_keeps_to_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
