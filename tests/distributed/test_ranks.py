@@ -10,7 +10,7 @@ import torch
 from tests.distributed.cases import CASES, run_case
 from tests.distributed.launch import launch
 
-GROUPS = [("ddp", 2), ("fsdp2", 2), ("ddp", 4)]
+GROUPS = [("ddp", 2), ("fsdp2", 2), ("ddp", 4), ("fsdp2", 4)]
 EXACT = [name for name in CASES if name != "bf16_mixed"]
 
 
