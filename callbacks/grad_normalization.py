@@ -124,12 +124,7 @@ class GradientNormalizationCheck(Callback):
                     batch = iteration.microbatch([index], old).to(module.device)
                     with trainer.precision_plugin.train_step_context():
                         log_probs, entropy = module.policy(batch, entropy=module.entropy_bonus > 0)
-                        seen = batch.like(log_probs)
-                        losses = module.objective(log_probs, seen)
-                        if entropy is not None:
-                            losses = losses - module.entropy_bonus * entropy
-                        assert batch.weights is not None
-                        loss = (batch.weights.to(losses.dtype) * losses).sum() * factor(rank, k)
+                        loss = module.weighted_losses(batch, log_probs, entropy=entropy).sum() * factor(rank, k)
                     loss.backward()
         gradient = take_gradients(module)
         module.zero_grad(set_to_none=True)

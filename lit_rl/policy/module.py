@@ -210,14 +210,13 @@ class PolicyModule(LightningModule):
                 f"a training batch is a {type(batch).__name__}, expected a PackedBatch; use `PackedDataModule`, or "
                 "build your batches with `lit_rl.collate`"
             )
-        weights = _required(batch.weights, "weights")
+        _required(batch.weights, "weights")
         if self.token_local and self.entropy_bonus == 0:
             entropy = None
-            loss, log_probs = self._policy()(batch, objective=partial(self._weighted_losses, batch, weights))
+            loss, log_probs = self._policy()(batch, objective=partial(self.weighted_losses, batch))
         else:
             log_probs, entropy = self._policy()(batch, entropy=self.entropy_bonus > 0)
-            losses = self._weighted_losses(batch, weights, log_probs, slice(None))
-            loss = losses.sum() if entropy is None else (losses - weights * self.entropy_bonus * entropy).sum()
+            loss = self.weighted_losses(batch, log_probs, entropy=entropy).sum()
         batch = batch.like(log_probs)
         self._add_metrics(loss, log_probs.detach(), entropy, batch)
         return {"loss": loss * strategies.gradient_multiplier(self.trainer), "log_probs": log_probs.detach()}
@@ -285,6 +284,44 @@ class PolicyModule(LightningModule):
         """Whether the objective compares with the policy before the iteration's first update."""
         return self._overrides_objective() or self.objective_name in ("clipped_ratio", "cispo")
 
+    def weighted_losses(
+        self, batch: PackedBatch, log_probs: Tensor, part: slice = slice(None), *, entropy: Tensor | None = None
+    ) -> Tensor:
+        """What some scored tokens add to the loss of their step: weight x (`objective` - entropy bonus).
+
+        Args:
+            batch: The microbatch, with weights.
+            log_probs: [m] log-probabilities of the scored tokens in `part`, in nats, with gradient.
+            part: Which of the M scored tokens are meant.
+            entropy: [m] entropies in nats, where the loss has an entropy bonus.
+
+        Returns:
+            [m] losses, to be added up.
+
+        Raises:
+            TypeError: `objective` returned no tensor.
+            ValueError: It returned another shape than [m] or no gradient, or the batch has no weights.
+        """
+        weights = _required(batch.weights, "weights")[part]
+        seen = (batch if part == slice(None) else batch.scored_slice(part)).like(log_probs)
+        if seen.old_log_probs is None:
+            # Before the only update of an iteration the policy is its own reference.
+            seen = seen.replace(old_log_probs=log_probs.detach())
+        losses = self.objective(log_probs, seen)
+        if not isinstance(losses, Tensor):
+            raise TypeError(f"`objective` returned {type(losses).__name__}, expected a tensor with one loss per token")
+        if log_probs.requires_grad and log_probs.numel() and not losses.requires_grad:
+            raise ValueError(
+                "`objective` returned losses without gradient; compute them from `log_probs`, not detached"
+            )
+        if losses.shape != log_probs.shape:
+            raise ValueError(
+                f"`objective` returned shape {list(losses.shape)}, expected one loss per scored token "
+                f"{list(log_probs.shape)}; do not sum or average, the weights do that"
+            )
+        weighted = weights.to(losses.dtype) * losses
+        return weighted if entropy is None else weighted - weights * self.entropy_bonus * entropy
+
     # --- private -----------------------------------------------------------------------------------------------
 
     def _policy(self) -> CausalLMPolicy:
@@ -311,26 +348,6 @@ class PolicyModule(LightningModule):
             if self._overrides_objective() or self.objective_name == "supervised" or self.entropy_bonus > 0
             else "live"
         )
-
-    def _weighted_losses(self, batch: PackedBatch, weights: Tensor, log_probs: Tensor, part: slice) -> Tensor:
-        """Weight x loss of the scored tokens in `part`, whose log-probabilities are given."""
-        seen = (batch if part == slice(None) else batch.scored_slice(part)).like(log_probs)
-        if seen.old_log_probs is None:
-            # Before the only update of an iteration the policy is its own reference.
-            seen = seen.replace(old_log_probs=log_probs.detach())
-        losses = self.objective(log_probs, seen)
-        if not isinstance(losses, Tensor):
-            raise TypeError(f"`objective` returned {type(losses).__name__}, expected a tensor with one loss per token")
-        if log_probs.requires_grad and log_probs.numel() and not losses.requires_grad:
-            raise ValueError(
-                "`objective` returned losses without gradient; compute them from `log_probs`, not detached"
-            )
-        if losses.shape != log_probs.shape:
-            raise ValueError(
-                f"`objective` returned shape {list(losses.shape)}, expected one loss per scored token "
-                f"{list(log_probs.shape)}; do not sum or average, the weights do that"
-            )
-        return weights[part].to(losses.dtype) * losses
 
     def _add_metrics(self, loss: Tensor, log_probs: Tensor, entropy: Tensor | None, batch: PackedBatch) -> None:
         weights = _required(batch.weights, "weights")

@@ -95,6 +95,14 @@ def test_the_library_passes_its_own_check(objective, steps):
     assert verdict.figures["relative_error"] < 1e-5
 
 
+def test_an_objective_may_rely_on_old_log_probs_in_the_check_too():
+    class Ratio(PolicyModule):
+        def objective(self, log_probs, batch):
+            return -(log_probs - batch.old_log_probs).exp() * batch.advantages
+
+    assert fit(Ratio(tiny_policy_model(), learning_rate=1e-2), GradientNormalizationCheck(every_n_steps=1)).ok
+
+
 class MeanPerMicrobatch(PolicyModule):
     def training_step(self, batch, batch_idx):
         return (
