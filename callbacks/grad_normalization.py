@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from lit_rl.checks.normalization import TOLERANCE, compare, take_gradients
 from lit_rl.checks.verdict import Verdict
-from lit_rl.data.iteration import Iteration
+from lit_rl.data.iteration import Iteration, iteration_of
 from lit_rl.policy.module import PolicyModule
 
 
@@ -132,7 +132,7 @@ class GradientNormalizationCheck(Callback):
 
 
 def _iteration(trainer: Trainer) -> Iteration:
-    iteration = getattr(getattr(trainer, "datamodule", None), "iteration", None)
+    iteration = iteration_of(trainer)
     if iteration is None:
         raise MisconfigurationException(
             "`GradientNormalizationCheck` needs a `PackedDataModule`; elsewhere use `lit_rl.check_normalization`"

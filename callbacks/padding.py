@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lit_rl.data.batch import PackedBatch
-from lit_rl.data.iteration import Iteration
+from lit_rl.data.iteration import Iteration, iteration_of
 from lit_rl.metrics import Counts, PaddingCounts
 
 
@@ -51,17 +51,17 @@ an advantage |
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if _iteration(trainer) is None and isinstance(batch, PackedBatch):
+        if iteration_of(trainer) is None and isinstance(batch, PackedBatch):
             self._window.update(batch)
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        if _iteration(trainer) is None:
+        if iteration_of(trainer) is None:
             self._count_window()
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        iteration = _iteration(trainer)
+        iteration = iteration_of(trainer)
         if iteration is None:
             self._count_window()
             figures = PaddingCounts.figures(self._counts)
@@ -138,8 +138,3 @@ def _lengths(iteration: Iteration) -> Counts:
         "skipped": float(sum(length for index, length in enumerate(lengths) if index not in kept)),
         "truncated_share": float(iteration.truncated.double().mean()),
     }
-
-
-def _iteration(trainer: Trainer) -> Iteration | None:
-    iteration = getattr(getattr(trainer, "datamodule", None), "iteration", None)
-    return iteration if isinstance(iteration, Iteration) else None

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from lit_rl import strategies
 from lit_rl.data.batch import PackedBatch
-from lit_rl.data.iteration import Iteration
+from lit_rl.data.iteration import Iteration, iteration_of
 from lit_rl.throughput import ModelShape, known_accelerator, model_flops
 from lit_rl.throughput.flops import AttentionConvention, Recompute
 from lit_rl.throughput.ledger import PHASES, PhaseClock, Work, gpu_hours
@@ -107,7 +107,7 @@ that the policy sampled |
         # Not `on_train_epoch_start`, which Lightning leaves out when it resumes in the middle of an epoch.
         if self.clock.phase != "waiting":
             return
-        source, iteration = getattr(trainer, "datamodule", None), _iteration(trainer)
+        source, iteration = getattr(trainer, "datamodule", None), iteration_of(trainer)
         self._enter("update" if self._first_step is not None else "first_step", pl_module)
         if self._first_step is None:
             self._first_step = trainer.global_step
@@ -152,8 +152,8 @@ that the policy sampled |
             self.gpu_seconds[phase] += seconds
         metrics = {f"{phase}_seconds": seconds for phase, seconds in slowest.items()}
         metrics |= self._take_work(trainer, pl_module).rates(slowest["update"], self._devices, self._peak)
-        metrics |= self._rollout_rates(_iteration(trainer), slowest["rollout"])
-        metrics |= self._scoring_rates(_iteration(trainer), slowest["old_log_probs"])
+        metrics |= self._rollout_rates(iteration_of(trainer), slowest["rollout"])
+        metrics |= self._scoring_rates(iteration_of(trainer), slowest["old_log_probs"])
         metrics |= gpu_hours(self.gpu_seconds) | {"devices": float(self._devices)}
         if self._peak is not None:
             metrics["peak_tflops"] = self._peak / 1e12
@@ -285,8 +285,3 @@ def _reduce(trainer: Trainer, pl_module: LightningModule, values: list[float], o
     tensor = torch.tensor(values, dtype=torch.float64, device=pl_module.device)
     reduced: list[float] = trainer.strategy.reduce(tensor, reduce_op=operation).tolist()
     return reduced
-
-
-def _iteration(trainer: Trainer) -> Iteration | None:
-    iteration = getattr(getattr(trainer, "datamodule", None), "iteration", None)
-    return iteration if isinstance(iteration, Iteration) else None

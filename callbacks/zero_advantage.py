@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lit_rl.data.batch import PackedBatch
-from lit_rl.data.iteration import Iteration
+from lit_rl.data.iteration import Iteration, iteration_of
 from lit_rl.metrics import Counts, ZeroAdvantageCounts
 
 
@@ -68,7 +68,7 @@ at most 0, or equal in between |
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        iteration = _iteration(trainer)
+        iteration = iteration_of(trainer)
         if iteration is not None:
             self._count_iteration(iteration)
         elif isinstance(batch, PackedBatch):
@@ -76,12 +76,12 @@ at most 0, or equal in between |
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        if _iteration(trainer) is None:
+        if iteration_of(trainer) is None:
             self._count_window()
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        iteration = _iteration(trainer)
+        iteration = iteration_of(trainer)
         if iteration is None:
             self._count_window()
         else:
@@ -163,8 +163,3 @@ def _advice(shares: Counts) -> str:
             "`PassRateCurriculum`, which stops sampling solved ones"
         )
     return "Check that rewards differ within a group"
-
-
-def _iteration(trainer: Trainer) -> Iteration | None:
-    iteration = getattr(getattr(trainer, "datamodule", None), "iteration", None)
-    return iteration if isinstance(iteration, Iteration) else None

@@ -146,6 +146,19 @@ class Iteration:
         return trajectory if self.scored_counts[index] else unscored(trajectory)
 
 
+def iteration_of(trainer: Any) -> Iteration | None:
+    """The iteration a Trainer is in, where its data module is a `PackedDataModule`.
+
+    Args:
+        trainer: A Lightning Trainer.
+
+    Returns:
+        The iteration, or `None` with a loader of the user's own.
+    """
+    iteration = getattr(getattr(trainer, "datamodule", None), "iteration", None)
+    return iteration if isinstance(iteration, Iteration) else None
+
+
 def build_iteration(
     trajectories: Sequence[Trajectory], index: int, options: IterationOptions, summary: Summary | None = None
 ) -> Iteration:
