@@ -220,7 +220,7 @@ def test_a_module_without_a_config_still_gets_tokens_per_second():
 
 def test_the_message_names_peak_and_convention(caplog):
     ticks = Ticks()
-    with caplog.at_level("INFO"):
+    with caplog.at_level("INFO", logger="lightning.pytorch"):
         run(ticks, monitor=TokenThroughputMonitor(SHAPE, peak_tflops=500.0, attention="causal_half", clock=ticks))
     assert "500 TFLOP/s dense (given)" in caplog.text
     assert "causal_half" in caplog.text
