@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from statistics import mean, stdev
 from typing import Any
 
-from examples.chapter.filtering import ARMS, ATTEMPTS, run_all
+from examples.chapter.filtering import ARMS, ATTEMPTS, LEARNING_RATE, SLOWER_RATE, run_all
 from examples.chapter.table import Row, Section, percent
 from lit_rl.throughput import dead_group_share
 
 Runs = Sequence[dict[str, Any]]
 TAIL = 20
+PAIR = ("unfiltered", "last group")
 # Student's t for 95% intervals, by number of seeds.
 T_95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36}
 GYM = "another gym"
@@ -22,14 +23,17 @@ def reproduce(quick: bool, processes: int = 2) -> Section:
     """Computes the section.
 
     Args:
-        quick: One seed, two arms and 12 iterations instead of four seeds, five arms and 60.
+        quick: One seed, two arms and 12 iterations instead of four seeds, five arms (two of them also at the demo's
+            learning rate) and 60.
         processes: Runs at a time.
 
     Returns:
         Rows, and the runs for the picture.
     """
-    arms, seeds = (list(ARMS)[:2], range(1)) if quick else (list(ARMS), range(4))
-    runs = run_all(arms, seeds, 12 if quick else 60, 16 if quick else ATTEMPTS, processes)
+    arms = [(arm, LEARNING_RATE) for arm in ARMS]
+    slower = [(arm, SLOWER_RATE) for arm in PAIR]
+    chosen, seeds = (arms[:2], range(1)) if quick else (arms + slower, range(4))
+    runs = run_all(chosen, seeds, 12 if quick else 60, 16 if quick else ATTEMPTS, processes)
     section = Section("14.5", f"Filtering tasks by pass rate ({len(seeds)} seeds, {runs[0]['iterations']} iterations)")
     section.rows = rows_of(runs)
     section.data = {"runs": runs}
@@ -46,11 +50,10 @@ def rows_of(runs: Runs) -> list[Row]:
         Rows.
     """
     full, hard = of_arm(runs, "unfiltered"), of_arm(runs, "last group")
-    saved = 1 - sum(map(episodes, hard)) / sum(map(episodes, full))
     rows = [
         Row("episodes, unfiltered", "3,840", _many(map(episodes, full))),
         Row("episodes, last group in (0, 1)", "2,088 and 2,184 (2,100 to 2,600 over four)", _many(map(episodes, hard))),
-        Row("episodes saved", "43% to 46%", percent(saved, 0), GYM),
+        Row("episodes saved", "43% to 46%", percent(saved(runs), 0), GYM),
         Row(f"zero-advantage groups, last {TAIL}, unfiltered", "0.61 to 0.68", _shares(full), GYM),
         Row(f"zero-advantage groups, last {TAIL}, filtered", "0.38 to 0.47", _shares(hard), GYM),
         Row("held-out pass rate before reinforcement", "-", mean_and_error([run["held_out"][0] for run in full])),
@@ -59,8 +62,9 @@ def rows_of(runs: Runs) -> list[Row]:
         Row("difference, filtered less unfiltered, by seed", "about -0.04", *difference(runs, "last group")),
         Row("a group is all-pass at pass rate 0.9", "43%", percent(dead_group_share(0.9, 8), 0)),
     ]
-    others = [arm for arm in ARMS if arm not in ("unfiltered", "last group") and of_arm(runs, arm)]
-    return rows + [row for arm in others for row in _other(runs, arm)]
+    others = [arm for arm in ARMS if arm not in PAIR and of_arm(runs, arm)]
+    rows += [row for arm in others for row in _other(runs, arm)]
+    return rows + (_slower(runs) if of_arm(runs, PAIR[0], SLOWER_RATE) else [])
 
 
 def waste_rows(runs: Runs) -> list[Row]:
@@ -93,9 +97,30 @@ def _other(runs: Runs, arm: str) -> list[Row]:
     ]
 
 
-def of_arm(runs: Runs, arm: str) -> list[dict[str, Any]]:
-    """The runs of one arm, by seed."""
-    return [run for run in runs if run["arm"] == arm]
+def _slower(runs: Runs) -> list[Row]:
+    full, hard = (of_arm(runs, arm, SLOWER_RATE) for arm in PAIR)
+    label = f"at learning rate {SLOWER_RATE:g}"
+    why = f"tasks saturate later than at {LEARNING_RATE:g}"
+    late = f"{_shares(full)} and {_shares(hard)}"
+    return [
+        Row(f"{label}: episodes, last group", "-", _many(map(episodes, hard))),
+        Row(f"{label}: episodes saved", "-", percent(saved(runs, SLOWER_RATE), 0), why),
+        Row(f"{label}: zero-advantage groups, last {TAIL}, unfiltered and filtered", "-", late),
+        Row(f"{label}: held-out pass rate, unfiltered", "-", _held_out(full)),
+        Row(f"{label}: held-out pass rate, filtered", "-", _held_out(hard)),
+        Row(f"{label}: difference by seed", "-", *difference(runs, PAIR[1], SLOWER_RATE)),
+    ]
+
+
+def of_arm(runs: Runs, arm: str, learning_rate: float = LEARNING_RATE) -> list[dict[str, Any]]:
+    """The runs of one arm at one learning rate, by seed."""
+    return [run for run in runs if run["arm"] == arm and run["learning_rate"] == learning_rate]
+
+
+def saved(runs: Runs, learning_rate: float = LEARNING_RATE) -> float:
+    """Share of the unfiltered arm's episodes that the hard filter did not sample."""
+    full, hard = (sum(map(episodes, of_arm(runs, arm, learning_rate))) for arm in PAIR)
+    return 1 - hard / full
 
 
 def episodes(run: dict[str, Any]) -> int:
@@ -109,18 +134,19 @@ def late_dead_share(run: dict[str, Any]) -> float:
     return sum(n * share for n, share in zip(groups, shares, strict=True)) / sum(groups)
 
 
-def difference(runs: Runs, arm: str) -> tuple[str, str]:
+def difference(runs: Runs, arm: str, learning_rate: float = LEARNING_RATE) -> tuple[str, str]:
     """Held-out pass rate of an arm less that of the unfiltered one, paired by seed, and how to read it.
 
     Args:
         runs: As in `rows_of`.
         arm: The arm.
+        learning_rate: Of both.
 
     Returns:
         Mean and standard error, and a sentence.
     """
-    full = {run["seed"]: run["held_out"][-1] for run in of_arm(runs, "unfiltered")}
-    pairs = [run["held_out"][-1] - full[run["seed"]] for run in of_arm(runs, arm)]
+    full = {run["seed"]: run["held_out"][-1] for run in of_arm(runs, "unfiltered", learning_rate)}
+    pairs = [run["held_out"][-1] - full[run["seed"]] for run in of_arm(runs, arm, learning_rate)]
     if len(pairs) < 2:
         return f"{pairs[0]:+.3f}", "one seed resolves nothing"
     error = stdev(pairs) / math.sqrt(len(pairs))

@@ -119,16 +119,13 @@ def draw_filtering(data: Mapping[str, Any]) -> Any:
     from matplotlib import pyplot
     from matplotlib.ticker import MultipleLocator
 
-    runs = data["runs"]
     figure, axes = pyplot.subplots(1, 3, figsize=(14.5, 4.4), layout="constrained")
-    by_arm = {arm: [run for run in runs if run["arm"] == arm] for arm in COLOURS}
+    fastest = max(run["learning_rate"] for run in data["runs"])
     for arm in ("unfiltered", "last group"):
-        _draw_curves(axes[0], by_arm[arm], COLOURS[arm])
-        _draw_rate(axes[1], by_arm[arm], COLOURS[arm])
-    for arm, chosen in by_arm.items():
-        points = [(sum(run["episodes"]), run["held_out"][-1]) for run in chosen]
-        if points:
-            axes[2].scatter(*zip(*points, strict=True), color=COLOURS[arm], s=42, alpha=0.85, label=arm, linewidths=0)
+        chosen = [run for run in data["runs"] if run["arm"] == arm and run["learning_rate"] == fastest]
+        _draw_curves(axes[0], chosen, COLOURS[arm])
+        _draw_rate(axes[1], chosen, COLOURS[arm])
+    _draw_ends(axes[2], data["runs"], fastest)
     axes[0].set(
         xlabel="episodes sampled", ylabel="held-out pass rate", title="Held-out pass rate (thin: one seed, thick: mean)"
     )
@@ -137,7 +134,7 @@ def draw_filtering(data: Mapping[str, Any]) -> Any:
     axes[2].margins(0.12)
     axes[0].xaxis.set_major_locator(MultipleLocator(1000))
     axes[2].xaxis.set_major_locator(MultipleLocator(1000))
-    figure.legend(*axes[2].get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False)
+    figure.legend(*axes[2].get_legend_handles_labels(), loc="outside lower center", ncols=7, frameon=False)
     for axis in axes:
         axis.grid(alpha=0.25)
     return figure
@@ -160,6 +157,17 @@ def _draw_rate(axis: Any, runs: Sequence[Mapping[str, Any]], colour: str) -> Non
         axis.plot(range(1, len(values) + 1), values, color=colour, linewidth=0.8, alpha=0.5)
     middle = [mean(column) for column in zip(*smooth, strict=True)]
     axis.plot(range(1, len(middle) + 1), middle, color=colour, linewidth=2.2)
+
+
+def _draw_ends(axis: Any, runs: Sequence[Mapping[str, Any]], fastest: float) -> None:
+    """Full points at the main learning rate, hollow ones at a lower one."""
+    points: dict[tuple[str, float], list[tuple[float, float]]] = {}
+    for run in runs:
+        points.setdefault((run["arm"], run["learning_rate"]), []).append((sum(run["episodes"]), run["held_out"][-1]))
+    for (arm, rate), ends in points.items():
+        colour, label = COLOURS[arm], arm if rate == fastest else f"{arm}, learning rate {rate:g}"
+        face = colour if rate == fastest else "none"
+        axis.scatter(*zip(*ends, strict=True), facecolors=face, edgecolors=colour, s=40, alpha=0.85, label=label)
 
 
 def _running_mean(values: Sequence[float], window: int = 5) -> list[float]:
