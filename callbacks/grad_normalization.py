@@ -123,6 +123,7 @@ class GradientNormalizationCheck(Callback):
                 for index in microbatch:
                     batch = iteration.microbatch([index], old).to(module.device)
                     with trainer.precision_plugin.train_step_context():
+                        batch = module.with_reference(batch)
                         log_probs, entropy = module.policy(batch, entropy=module.entropy_bonus > 0)
                         loss = module.weighted_losses(batch, log_probs, entropy=entropy).sum() * factor(rank, k)
                     loss.backward()

@@ -25,11 +25,11 @@ class TokenThroughputMonitor(Callback):
     """Counts what a run gets done, from the real lengths of its trajectories over all ranks, and what it costs.
 
     FLOPs are counted per segment: matrices by token, attention by segment, the head on scored tokens only; look-ups
-    and idle experts count nothing, and frozen weights under an adapter need no gradient. Utilization (MFU) is model
-    FLOPs over seconds x devices x dense peak; padding, fillers and recomputation do not raise it. Every second of the
-    fit belongs to exactly one phase, so the GPU-hours add up to wall time x devices, and a resumed run adds to what
-    it restored. The first optimizer step of a process, which compiles and allocates, is a phase of its own and left
-    out of the rates.
+    and idle experts count nothing, frozen weights under an adapter need no gradient, and a KL term's reference counts
+    as one more forward pass. Utilization (MFU) is model FLOPs over seconds x devices x dense peak; padding, fillers
+    and recomputation do not raise it. Every second of the fit belongs to exactly one phase, so the GPU-hours add up to
+    wall time x devices, and a resumed run adds to what it restored. The first optimizer step of a process, which
+    compiles and allocates, is a phase of its own and left out of the rates.
 
     Logged once per iteration:
 
@@ -192,6 +192,7 @@ that the policy sampled |
             attention=self.attention,
             recompute=self.recompute,
             adapter_weights=self._adapter_weights,
+            scoring_passes=1 if getattr(pl_module, "kl_coefficient", 0.0) > 0 else 0,
         )
         self._segments, self._positions = [], 0
         # Ranks that split one layer between them see the same data; it counts once.

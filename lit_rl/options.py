@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, get_args
 
 
@@ -50,3 +51,45 @@ def check_at_least(least: int, **options: int | None) -> None:
             raise TypeError(f"`{name}` must be an integer of at least {least}, got {value!r}")
         if value < least:
             raise ValueError(f"`{name}` must be at least {least}, got {value}")
+
+
+def check_real(least: float, **options: float | None) -> None:
+    """Checks options that are real numbers of at least some size; `None` passes.
+
+    Args:
+        least: The smallest that works.
+        options: Name to value.
+
+    Raises:
+        ValueError: A value is too small, infinite or no number.
+
+    Example:
+        >>> check_real(0, learning_rate=-1.0)
+        Traceback (most recent call last):
+        ...
+        ValueError: `learning_rate` must be at least 0, got -1.0
+    """
+    for name, value in options.items():
+        if value is not None and not least <= value < math.inf:
+            raise ValueError(f"`{name}` must be at least {least}, got {value}")
+
+
+def check_above(bound: float, **options: float) -> None:
+    """Checks options that are real numbers above a bound.
+
+    Args:
+        bound: What does not work any more.
+        options: Name to value.
+
+    Raises:
+        ValueError: A value is too small, infinite or no number.
+
+    Example:
+        >>> check_above(0, temperature=0.0)
+        Traceback (most recent call last):
+        ...
+        ValueError: `temperature` must be greater than 0, got 0.0
+    """
+    for name, value in options.items():
+        if not bound < value < math.inf:
+            raise ValueError(f"`{name}` must be greater than {bound}, got {value}")

@@ -18,6 +18,7 @@ _PER_SCORED_TOKEN = (
     "weights",
     "sampler_log_probs",
     "old_log_probs",
+    "reference_log_probs",
 )
 
 
@@ -42,6 +43,7 @@ class PackedBatch:
         weights: float64 [M] what each token's loss is worth in its step (see `lit_rl.loss_weights`), or `None`.
         sampler_log_probs: float32 [M] log-probabilities of the sampler in nats, or `None`.
         old_log_probs: float32 [M] log-probabilities before the iteration's first update in nats, or `None`.
+        reference_log_probs: float32 [M] log-probabilities of the reference policy in nats, or `None`.
         layout: "packed", or "padded" with one segment per row and padding on the right.
         max_tokens: The token budget this microbatch was planned for, in positions.
 
@@ -66,6 +68,7 @@ class PackedBatch:
     weights: Tensor | None
     sampler_log_probs: Tensor | None
     old_log_probs: Tensor | None
+    reference_log_probs: Tensor | None
     layout: Layout
     max_tokens: int | None
 
@@ -87,6 +90,7 @@ class PackedBatch:
         weights: Tensor | None = None,
         sampler_log_probs: Tensor | None = None,
         old_log_probs: Tensor | None = None,
+        reference_log_probs: Tensor | None = None,
         layout: Layout = "packed",
         max_tokens: int | None = None,
     ) -> None:
@@ -96,6 +100,7 @@ class PackedBatch:
         fields.update(trajectory_index=trajectory_index, scored=scored, predictors=predictors)
         fields.update(scored_segments=scored_segments, temperature=temperature, advantages=advantages)
         fields.update(weights=weights, sampler_log_probs=sampler_log_probs, old_log_probs=old_log_probs)
+        fields.update(reference_log_probs=reference_log_probs)
         fields.update(layout=layout, max_tokens=max_tokens)
         _check_shapes(self, ("position_ids", "segment_ids"), input_ids.shape, "[rows, width] like `input_ids`")
         segments = segment_starts.shape

@@ -159,6 +159,11 @@ class PackedDataModule(LightningDataModule):
                 f"`Trainer(overfit_batches={trainer.overfit_batches})` would replace the plan's sampler; use "
                 "`limit_train_batches` instead"
             )
+        if self.old_log_probs == "sampler" and self._module().sampler_correction != "none":
+            raise MisconfigurationException(
+                "with `old_log_probs='sampler'` ratios are taken against the sampler already, and `sampler_correction` "
+                "would correct nothing; use 'recompute', or leave one of them away"
+            )
         trainer.reload_dataloaders_every_n_epochs = 1
         self._users_k = trainer.accumulate_grad_batches
 

@@ -23,7 +23,7 @@ from lit_rl.policy.backbone import accepted_names, backbone_of, base_model_of, h
 from lit_rl.policy.dropout import switch_off_dropout
 from lit_rl.policy.head import LogProbHead, TokenLogProbs
 from lit_rl.policy.isolation import Isolation, measure_isolation, probing_mode
-from lit_rl.policy.probing import raising_module
+from lit_rl.policy.probing import check_finite, raising_module
 
 # How segments are kept apart: by segment attention, by the mask that transformers builds from restarted positions,
 # by the user's own module from `segment_ids`, or by giving each its own row.
@@ -195,7 +195,8 @@ class CausalLMPolicy(nn.Module):
 
         Raises:
             ValueError: `layout="packed"` was asked for and segments see each other; the message names the first
-                module whose output changed. Or not even padded rows are isolated: the model is not causal.
+                module whose output changed. Or not even padded rows are isolated: the model is not causal, or has
+                weights that are no numbers.
         """
         if self._attention is not None:
             return self.layout
@@ -210,6 +211,8 @@ class CausalLMPolicy(nn.Module):
         base = base_model_of(self.model)
         if self._attention != "segments" and isinstance(base, PreTrainedModel):
             detach_segment_attention(base)
+        if self._attention is None:
+            check_finite(self.model)
         explained = "; ".join(f"{' and '.join(names)}: {reason}" for reason, names in reasons.items())
         if self._attention is None and self.requested_layout == "packed":
             raise ValueError(

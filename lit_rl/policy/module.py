@@ -21,13 +21,15 @@ from lit_rl.data.batch import PackedBatch
 from lit_rl.data.evaluation import EvaluationRequest, reward_statistics
 from lit_rl.data.progress import settle_progress
 from lit_rl.normalization import Denominator, Normalization, loss_weights
-from lit_rl.options import check_choices
+from lit_rl.objectives import DEFAULT_CLIPS, Correction, CorrectionLevel, ObjectiveName
+from lit_rl.options import check_above, check_at_least, check_choices, check_real
 from lit_rl.policy.causal_lm import CausalLMPolicy
+from lit_rl.policy.reference import build_reference, match_layout, score_reference
+from lit_rl.policy.step_loss import check_losses, explain_loss, required
 from lit_rl.policy.step_metrics import StepSums, with_prefix
 from lit_rl.trajectory import Trajectory
 
 LossOn = Literal["live", "scored"]
-ObjectiveName = Literal["clipped_ratio", "reinforce", "cispo", "supervised"]
 
 
 class PolicyModule(LightningModule):
@@ -47,7 +49,8 @@ class PolicyModule(LightningModule):
         weight_decay: Of AdamW.
         warmup_steps: Optimizer steps over which the learning rate rises linearly from 0.
         objective: The per-token loss, one of `lit_rl.objectives`; ignored when `objective` is overridden.
-        clip_low: How far a ratio may fall below 1 before its token is clipped.
+        clip_low: How far a ratio may fall below 1 before its token is clipped; `None` is the objective's own number
+            in `lit_rl.objectives.DEFAULT_CLIPS`.
         clip_high: How far it may rise above 1.
         normalization: What one token's loss is worth in its step; see `lit_rl.loss_weights`.
         constant: The divisor of the two constant normalizations.
@@ -55,15 +58,25 @@ class PolicyModule(LightningModule):
         loss_on: Which trajectories are computed at all: "live" leaves out those with zero advantage, which is exact
             as long as the loss is a multiple of the advantage; "scored" keeps every one. `None` picks "live" for
             the named objectives that multiply by the advantage, and "scored" for "supervised", for an overridden
-            `objective`, and with an entropy bonus.
+            `objective`, and with an entropy bonus or a KL term.
         entropy_bonus: Nats of entropy times this are subtracted from each token's loss; greater than 0 also logs
             `train/entropy`.
+        kl_coefficient: This times an estimate of KL(policy || reference) in nats is added to each token's loss;
+            greater than 0 also logs `train/reference_kl`. The reference's log-probabilities are computed with each
+            microbatch and stand in `batch.reference_log_probs`.
+        reference: The frozen policy of the KL term: a path, a module, or `None` for the model as it is before
+            training (under PEFT: with its adapters switched off, at no cost in memory). Saved in checkpoints.
+        sampler_correction: Corrects for a sampler (another engine, another precision) whose probabilities are not the
+            trainer's: "truncate" or "mask" multiplies losses with `lit_rl.objectives.importance_weights` of the policy
+            before its first update against the trajectories' `log_probs`; logs `train/sampler_weight`.
+        correction_level: Whether it looks at each "token" or at the whole "sequence".
+        correction_limit: The largest weight, greater than 1.
         temperature: Sampling temperature of rollouts, greater than 0.
         layout: "auto" packs where isolation is proved and pads elsewhere; "packed" or "padded" insist.
         chunk_tokens: Scored tokens whose logits exist at a time; `None` picks it from a byte budget.
 
     Raises:
-        ValueError: A number is out of its range.
+        ValueError: A number is out of its range, or two arguments contradict each other.
 
     Example:
         >>> from lit_rl.testing import tiny_config
@@ -84,33 +97,54 @@ class PolicyModule(LightningModule):
         weight_decay: float = 0.0,
         warmup_steps: int = 0,
         objective: ObjectiveName = "clipped_ratio",
-        clip_low: float = 0.2,
-        clip_high: float = 0.2,
+        clip_low: float | None = None,
+        clip_high: float | None = None,
         normalization: Normalization = "token_mean",
         constant: float | None = None,
         denominator: Denominator = "all",
         loss_on: Literal["live", "scored"] | None = None,
         entropy_bonus: float = 0.0,
+        kl_coefficient: float = 0.0,
+        reference: str | nn.Module | None = None,
+        sampler_correction: Correction = "none",
+        correction_level: CorrectionLevel = "token",
+        correction_limit: float = 2.0,
         temperature: float = 1.0,
         layout: Literal["auto", "packed", "padded"] = "auto",
         chunk_tokens: int | None = None,
     ) -> None:
         super().__init__()
-        _check_numbers(learning_rate, temperature, clip_low, clip_high, entropy_bonus, warmup_steps)
         check_choices(objective=(objective, ObjectiveName), normalization=(normalization, Normalization))
         check_choices(denominator=(denominator, Denominator), loss_on=(loss_on or "live", LossOn))
+        check_choices(
+            sampler_correction=(sampler_correction, Correction), correction_level=(correction_level, CorrectionLevel)
+        )
+        check_at_least(0, warmup_steps=warmup_steps)
+        check_real(0, learning_rate=learning_rate, weight_decay=weight_decay, entropy_bonus=entropy_bonus)
+        check_real(0, kl_coefficient=kl_coefficient, clip_low=clip_low, clip_high=clip_high)
+        check_above(0, temperature=temperature)
+        check_above(1, correction_limit=correction_limit)
         loss_weights([1], ["a"], mode=normalization, constant=constant)  # refuses a missing or superfluous constant
-        self.save_hyperparameters(ignore=None if isinstance(model, str) else ["model"])
+        if sampler_correction != "none" and objective == "supervised":
+            raise ValueError("`sampler_correction` has nothing to correct in objective 'supervised'; leave it away")
+        if reference is not None and kl_coefficient == 0:
+            raise ValueError("`reference` is used by the KL term only, and `kl_coefficient` is 0; set it or leave both")
+        modules = [name for name, value in (("model", model), ("reference", reference)) if not isinstance(value, str)]
+        self.save_hyperparameters(ignore=modules)
         self.objective_name = objective
-        if self._overrides_objective():
-            self.token_local = type(self).__dict__.get("token_local", False)
+        self.kl_coefficient, self.sampler_correction = kl_coefficient, sampler_correction
+        self.correction_level, self.correction_limit = correction_level, correction_limit
+        self.token_local = self._is_token_local()
         self.normalization, self.constant, self.denominator = normalization, constant, denominator
         self.temperature, self.entropy_bonus = temperature, entropy_bonus
-        self.clip_low, self.clip_high = clip_low, clip_high
+        low, high = DEFAULT_CLIPS[objective]
+        self.clip_low, self.clip_high = low if clip_low is None else clip_low, high if clip_high is None else clip_high
         self.learning_rate, self.weight_decay, self.warmup_steps = learning_rate, weight_decay, warmup_steps
         self.loss_on = loss_on or self._default_loss_on()
         self.steps_without_signal = 0
         self.policy: CausalLMPolicy | None = None
+        self.reference: CausalLMPolicy | None = None
+        self._reference_source = reference
         self._model_path = model if isinstance(model, str) else None
         self._policy_arguments: dict[str, Any] = {"layout": layout, "chunk_tokens": chunk_tokens}
         self._sums = StepSums()
@@ -118,7 +152,7 @@ class PolicyModule(LightningModule):
         self._checked = False
         if not isinstance(model, str):
             network = AutoModelForCausalLM.from_config(model) if isinstance(model, PretrainedConfig) else model
-            self.policy = CausalLMPolicy(network, **self._policy_arguments)
+            self._set_policy(network)
 
     # --- what a user overrides ---------------------------------------------------------------------------------
 
@@ -134,13 +168,15 @@ class PolicyModule(LightningModule):
         Returns:
             [M] losses, neither summed nor averaged.
         """
-        advantages = _required(batch.advantages, "advantages")
+        advantages = required(batch.advantages, "advantages")
         if self.objective_name == "reinforce":
             return objectives.reinforce(log_probs, advantages)
         if self.objective_name == "supervised":
             return objectives.supervised(log_probs)
-        loss = objectives.cispo if self.objective_name == "cispo" else objectives.clipped_ratio
         clips = {"clip_low": self.clip_low, "clip_high": self.clip_high}
+        if self.objective_name == "gspo":
+            return objectives.gspo(log_probs, batch.old_log_probs, advantages, batch.scored_segments, **clips)
+        loss = objectives.cispo if self.objective_name == "cispo" else objectives.clipped_ratio
         return loss(log_probs, batch.old_log_probs, advantages, **clips)
 
     def token_metrics(self, log_probs: Tensor, batch: PackedBatch) -> dict[str, Tensor]:
@@ -156,7 +192,10 @@ class PolicyModule(LightningModule):
         if batch.advantages is None:
             return {"log_prob": log_probs}
         clips = {"clip_low": self.clip_low, "clip_high": self.clip_high}
-        diagnostics = objectives.ratio_diagnostics(log_probs, batch.old_log_probs, batch.advantages, **clips)
+        old, moved = batch.old_log_probs, log_probs
+        if self.objective_name == "gspo" and old is not None:
+            moved = old + objectives.sequence_log_ratio(log_probs, old, batch.scored_segments)
+        diagnostics = objectives.ratio_diagnostics(moved, old, batch.advantages, **clips)
         return {
             "log_prob": log_probs,
             "ratio": diagnostics.ratio,
@@ -183,11 +222,13 @@ class PolicyModule(LightningModule):
         if self.policy is None:
             assert self._model_path is not None
             network = AutoModelForCausalLM.from_pretrained(self._model_path)
-            self.policy = CausalLMPolicy(network, **self._policy_arguments)
+            self._set_policy(network)
         if strategies.is_sharding(self._trainer):
             # Probing needs whole weights, so it comes before they are split.
             self._prepare_policy()
-            strategies.shard_policy(self.policy, self._trainer)
+            strategies.shard_policy(self._policy(), self._trainer)
+            if self.reference is not None:
+                strategies.shard_policy(self.reference, self._trainer)
 
     @override
     def on_fit_start(self) -> None:
@@ -197,7 +238,8 @@ class PolicyModule(LightningModule):
                 "`automatic_optimization=False` would never step; override `configure_optimizers` instead"
             )
         self._prepare_policy()
-        self._policy().train()  # a loaded model is in evaluation mode, where activation checkpointing is off
+        for policy in filter(None, (self.policy, self.reference)):
+            policy.train()  # a loaded model is in evaluation mode, where activation checkpointing is off
 
     @override
     def on_validation_start(self) -> None:
@@ -210,7 +252,8 @@ class PolicyModule(LightningModule):
                 f"a training batch is a {type(batch).__name__}, expected a PackedBatch; use `PackedDataModule`, or "
                 "build your batches with `lit_rl.collate`"
             )
-        _required(batch.weights, "weights")
+        required(batch.weights, "weights")
+        batch = self.with_reference(batch)
         if self.token_local and self.entropy_bonus == 0:
             entropy = None
             loss, log_probs = self._policy()(batch, objective=partial(self.weighted_losses, batch))
@@ -226,7 +269,7 @@ class PolicyModule(LightningModule):
         metrics = self._sums.reduce(lambda sums: strategies.sum_over_ranks(self.trainer, sums))
         seen, self._seen = self._seen, []
         if not math.isfinite(metrics.get("loss", 0.0)):
-            raise ValueError(_explain_loss(metrics["loss"], seen))
+            raise ValueError(explain_loss(metrics["loss"], seen))
         if metrics.get("tokens_with_signal", 0.0) == 0.0:
             # Without gradients every torch optimizer leaves parameter and state alone, weight decay included.
             self.zero_grad(set_to_none=True)
@@ -282,15 +325,18 @@ class PolicyModule(LightningModule):
     @property
     def needs_old_log_probs(self) -> bool:
         """Whether the objective compares with the policy before the iteration's first update."""
-        return self._overrides_objective() or self.objective_name in ("clipped_ratio", "cispo")
+        by_name = self.objective_name in ("clipped_ratio", "gspo", "cispo")
+        return by_name or self._overrides_objective() or self.sampler_correction != "none"
 
     def weighted_losses(
         self, batch: PackedBatch, log_probs: Tensor, part: slice = slice(None), *, entropy: Tensor | None = None
     ) -> Tensor:
-        """What some scored tokens add to the loss of their step: weight x (`objective` - entropy bonus).
+        """What some scored tokens add to the loss of their step.
+
+        That is weight x (correction x `objective` + KL term - entropy bonus).
 
         Args:
-            batch: The microbatch, with weights.
+            batch: The microbatch, with weights, and passed through `with_reference`.
             log_probs: [m] log-probabilities of the scored tokens in `part`, in nats, with gradient.
             part: Which of the M scored tokens are meant.
             entropy: [m] entropies in nats, where the loss has an entropy bonus.
@@ -300,27 +346,35 @@ class PolicyModule(LightningModule):
 
         Raises:
             TypeError: `objective` returned no tensor.
-            ValueError: It returned another shape than [m] or no gradient, or the batch has no weights.
+            ValueError: It returned another shape than [m] or no gradient, or the batch lacks a field.
         """
-        weights = _required(batch.weights, "weights")[part]
+        weights = required(batch.weights, "weights")[part]
         seen = (batch if part == slice(None) else batch.scored_slice(part)).like(log_probs)
         if seen.old_log_probs is None:
             # Before the only update of an iteration the policy is its own reference.
             seen = seen.replace(old_log_probs=log_probs.detach())
-        losses = self.objective(log_probs, seen)
-        if not isinstance(losses, Tensor):
-            raise TypeError(f"`objective` returned {type(losses).__name__}, expected a tensor with one loss per token")
-        if log_probs.requires_grad and log_probs.numel() and not losses.requires_grad:
-            raise ValueError(
-                "`objective` returned losses without gradient; compute them from `log_probs`, not detached"
-            )
-        if losses.shape != log_probs.shape:
-            raise ValueError(
-                f"`objective` returned shape {list(losses.shape)}, expected one loss per scored token "
-                f"{list(log_probs.shape)}; do not sum or average, the weights do that"
-            )
-        weighted = weights.to(losses.dtype) * losses
-        return weighted if entropy is None else weighted - weights * self.entropy_bonus * entropy
+        losses = check_losses(self.objective(log_probs, seen), log_probs)
+        if self.sampler_correction != "none":
+            losses = losses * self._sampler_weights(seen)
+        if self.kl_coefficient > 0:
+            reference = required(seen.reference_log_probs, "reference_log_probs")
+            losses = losses + self.kl_coefficient * objectives.reference_kl(log_probs, reference)
+        if entropy is not None:
+            losses = losses - self.entropy_bonus * entropy
+        return weights.to(losses.dtype) * losses
+
+    def with_reference(self, batch: PackedBatch) -> PackedBatch:
+        """The microbatch with the reference's log-probabilities, where the loss has a KL term.
+
+        Args:
+            batch: The microbatch.
+
+        Returns:
+            The same one where there is nothing to add.
+        """
+        if self.kl_coefficient == 0 or batch.reference_log_probs is not None:
+            return batch
+        return batch.replace(reference_log_probs=score_reference(self._policy(), self.reference, batch))
 
     # --- private -----------------------------------------------------------------------------------------------
 
@@ -328,6 +382,12 @@ class PolicyModule(LightningModule):
         if self.policy is None:
             raise MisconfigurationException("the policy is not built yet; call `configure_model()` first")
         return self.policy
+
+    def _set_policy(self, network: nn.Module) -> None:
+        self.policy = CausalLMPolicy(network, **self._policy_arguments)
+        if self.kl_coefficient > 0:
+            self.reference = build_reference(self.policy, self._reference_source, **self._policy_arguments)
+        self._reference_source = None
 
     def _prepare_policy(self) -> None:
         """Once per module: settles the layout and proves the head against the model's own logits."""
@@ -337,21 +397,43 @@ class PolicyModule(LightningModule):
         verdict = check_head(self._policy())
         if not verdict.ok:
             raise MisconfigurationException(verdict.message)
+        match_layout(self._policy(), self.reference)
         self._checked = True
 
     def _overrides_objective(self) -> bool:
         return type(self).objective is not PolicyModule.objective
 
-    def _default_loss_on(self) -> Literal["live", "scored"]:
-        return (
-            "scored"
-            if self._overrides_objective() or self.objective_name == "supervised" or self.entropy_bonus > 0
-            else "live"
+    def _is_token_local(self) -> bool:
+        if self.objective_name == "gspo" or (self.sampler_correction != "none" and self.correction_level == "sequence"):
+            return False
+        # Whoever overrides `objective` has to say it there or further down.
+        last = next(kind for kind in type(self).__mro__ if {"objective", "token_local"} & vars(kind).keys())
+        return bool(vars(last).get("token_local", False))
+
+    def _default_loss_on(self) -> LossOn:
+        without_advantage = self.objective_name == "supervised" or self.entropy_bonus > 0 or self.kl_coefficient > 0
+        return "scored" if without_advantage or self._overrides_objective() else "live"
+
+    def _sampler_weights(self, batch: PackedBatch) -> Tensor:
+        """[m] what each token's loss is multiplied with; `batch` has old log-probabilities."""
+        assert self.sampler_correction != "none"
+        return objectives.importance_weights(
+            required(batch.old_log_probs, "old_log_probs"),
+            required(batch.sampler_log_probs, "sampler_log_probs"),
+            mode=self.sampler_correction,
+            level=self.correction_level,
+            limit=self.correction_limit,
+            segments=batch.scored_segments,
         )
 
     def _add_metrics(self, loss: Tensor, log_probs: Tensor, entropy: Tensor | None, batch: PackedBatch) -> None:
-        weights = _required(batch.weights, "weights")
+        weights = required(batch.weights, "weights")
         live = weights != 0 if batch.advantages is None else (weights != 0) & (batch.advantages != 0)
+        if self.sampler_correction != "none":
+            old = log_probs if batch.old_log_probs is None else batch.old_log_probs
+            correction = self._sampler_weights(batch.replace(old_log_probs=old))
+            self._sums.add_mean("sampler_weight", correction)
+            live = live & (correction != 0)
         self._seen.append((batch, log_probs))
         self._sums.add_total("loss", loss)
         self._sums.add_total("scored_tokens", loss.new_tensor(float(batch.num_scored)))
@@ -359,53 +441,7 @@ class PolicyModule(LightningModule):
         self._sums.add_total("tokens_with_signal", live if self.loss_on == "live" else weights != 0)
         for name, values in self.token_metrics(log_probs, batch).items():
             self._sums.add_mean(name, values)
+        if batch.reference_log_probs is not None:
+            self._sums.add_mean("reference_kl", objectives.reference_kl(log_probs, batch.reference_log_probs))
         if entropy is not None:
             self._sums.add_mean("entropy", entropy)
-
-
-def _required(value: Tensor | None, name: str) -> Tensor:
-    if value is None:
-        raise ValueError(
-            f"the microbatch has no `{name}`: they are decided on the whole step, before it is split; use "
-            f"`PackedDataModule`, or pass `{name}` to `lit_rl.collate` (weights come from `lit_rl.loss_weights`)"
-        )
-    return value
-
-
-def _explain_loss(loss: float, seen: list[tuple[PackedBatch, Tensor]]) -> str:
-    """Names the first trajectory of this rank's microbatches with a log-probability that is no number."""
-    for batch, log_probs in seen:
-        bad = ~torch.isfinite(log_probs)
-        if bool(bad.any()):
-            token = int(bad.nonzero()[0])
-            index = int(batch.trajectory_index[batch.scored_segments[token]])
-            return (
-                f"the loss of a step is {loss}: trajectory {index} of the iteration has a log-probability of "
-                f"{float(log_probs[token])}; the weights were not updated. Look for weights that are not finite, a "
-                "learning rate that is too large, or a precision that overflows"
-            )
-    return (
-        f"the loss of a step is {loss} although this rank's log-probabilities are finite; weights were not updated. "
-        "Look at `objective`, advantages and old log-probabilities, or at the other ranks' messages"
-    )
-
-
-def _check_numbers(
-    learning_rate: float,
-    temperature: float,
-    clip_low: float,
-    clip_high: float,
-    entropy_bonus: float,
-    warmup_steps: int,
-) -> None:
-    for name, value, allowed in (
-        ("learning_rate", learning_rate, learning_rate >= 0),
-        ("temperature", temperature, temperature > 0),
-        ("clip_low", clip_low, clip_low >= 0),
-        ("clip_high", clip_high, clip_high >= 0),
-        ("entropy_bonus", entropy_bonus, entropy_bonus >= 0),
-        ("warmup_steps", warmup_steps, warmup_steps >= 0),
-    ):
-        if not allowed:
-            least = "greater than 0" if name == "temperature" else "at least 0"
-            raise ValueError(f"`{name}` must be {least}, got {value}")

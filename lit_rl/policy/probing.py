@@ -115,3 +115,24 @@ def raising_module(error: BaseException, model: nn.Module) -> str | None:
             found = f"`{names[module] or 'the model'}` ({type(module).__name__})"
         trace = trace.tb_next
     return found
+
+
+def check_finite(model: nn.Module) -> None:
+    """Refuses a model with weights that are no numbers.
+
+    Args:
+        model: Any module.
+
+    Raises:
+        ValueError: A parameter holds NaN or an infinity; the message names the first such.
+
+    Example:
+        >>> check_finite(nn.Linear(2, 2))
+    """
+    for name, tensor in model.named_parameters():
+        bad = int((~torch.isfinite(tensor)).sum()) if tensor.is_floating_point() and not tensor.is_meta else 0
+        if bad:
+            raise ValueError(
+                f"the model computes no numbers: {bad} of {tensor.numel()} values of `{name}` are NaN or infinite; "
+                "load weights from before they broke, or look for a precision that overflows"
+            )

@@ -66,7 +66,7 @@ class Work:
         scored: Scored tokens.
         live: Live tokens.
         positions: Positions computed: padding and fillers included.
-        flops: Model FLOPs of forward and backward.
+        flops: Model FLOPs of forward and backward, and of a reference's forward where there is one.
         executed: The same with what backward recomputes.
         useful: Model FLOPs of the segments that have a live token, the head on live tokens.
     """
@@ -99,6 +99,7 @@ class Work:
         attention: AttentionConvention = "full_square",
         recompute: Recompute = "head",
         adapter_weights: int | None = None,
+        scoring_passes: int = 0,
     ) -> Work:
         """Counts segments; a filler has length 0 here and costs positions only.
 
@@ -109,6 +110,7 @@ class Work:
             attention: Convention for attention pairs.
             recompute: What backward computes twice.
             adapter_weights: Trainable weights of adapters over a frozen model.
+            scoring_passes: Further forward passes over every segment, such as the reference's for a KL term.
 
         Example:
             >>> work = Work.of_segments([(5, 3, 0)], 8, None)
@@ -125,7 +127,8 @@ class Work:
             shape, lengths, scored=scored, attention=attention, recompute=recompute, adapter_weights=adapter_weights
         )
         lively = model_flops(shape, useful, scored=live, attention=attention, adapter_weights=adapter_weights)
-        return cls(**sums, flops=every.model, executed=every.hardware, useful=lively.model)
+        scoring = scoring_passes * model_flops(shape, lengths, scored=scored, work="forward", attention=attention).model
+        return cls(**sums, flops=every.model + scoring, executed=every.hardware + scoring, useful=lively.model)
 
     def rates(self, seconds: float, devices: int, peak: float | None) -> dict[str, float]:
         """Tokens per second and utilization of the update; nothing where there was none.

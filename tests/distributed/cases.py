@@ -49,6 +49,16 @@ def nothing_scored() -> list[Trajectory]:
     return [Trajectory([4, 5, 6], [0, 0, 0], float(i), group="g", log_probs=[0.0] * 3) for i in range(4)]
 
 
+def with_adapters(model: torch.nn.Module) -> torch.nn.Module:
+    """LoRA that is not the identity from the start."""
+    from peft import LoraConfig, get_peft_model
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        config = LoraConfig(target_modules=["q_proj", "down_proj", "lm_head"], r=2, init_lora_weights=False)
+        return get_peft_model(model, config, autocast_adapter_dtype=False)
+
+
 class Parity(Environment):
     """Two turns; rewards the parity of what was said, so that groups are mixed."""
 
@@ -94,6 +104,26 @@ CASES: dict[str, dict[str, Any]] = {
         "max_tokens": 20,
         "module": {"loss_on": "scored", "denominator": "live"},
     },
+    "kl_reference": {
+        "trajectories": lambda: random_trajectories(14, seed=10),
+        "max_tokens": 20,
+        "module": {"kl_coefficient": 0.2, "sampler_correction": "mask"},
+        "data": {"steps_per_iteration": 2},
+        "trainer": {"max_epochs": 2},
+    },
+    "kl_adapters": {
+        "trajectories": lambda: random_trajectories(14, seed=11),
+        "max_tokens": 20,
+        "model": with_adapters,
+        "module": {"kl_coefficient": 0.2},
+        "trainer": {"max_epochs": 3},
+    },
+    "gspo": {
+        "trajectories": lambda: random_trajectories(14, seed=12),
+        "max_tokens": 20,
+        "module": {"objective": "gspo", "sampler_correction": "truncate", "correction_level": "sequence"},
+        "data": {"steps_per_iteration": 2},
+    },
     "nothing_scored": {
         "trajectories": nothing_scored,
         "max_tokens": 16,
@@ -127,6 +157,7 @@ def run_case(name: str, strategy: str, devices: int) -> dict[str, Any]:
     # FSDP2 has no float64 setting of its own: the model is float64 before it is sharded.
     half = "precision" in case.get("trainer", {})
     model = tiny_policy_model(dtype=torch.float32 if half else torch.float64)
+    model = case.get("model", lambda model: model)(model)
     start = {key: whole(value) for key, value in model.state_dict().items()}
     module = PolicyModule(model, **({"objective": "reinforce", "learning_rate": 1e-2} | case.get("module", {})))
     arguments = {"callbacks": [keep], "devices": devices, "strategy": strategy_for(strategy, devices)}

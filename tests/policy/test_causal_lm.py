@@ -328,6 +328,14 @@ def test_a_model_that_looks_ahead_is_no_policy() -> None:
         CausalLMPolicy(tiny_policy_model("bert")).resolve_layout()
 
 
+@pytest.mark.parametrize("layout", ["auto", "packed", "padded"])
+def test_weights_that_are_no_numbers_are_named(layout) -> None:
+    model = tiny_policy_model("qwen3")
+    model.model.layers[1].mlp.up_proj.weight.data[3, 2] = torch.nan
+    with pytest.raises(ValueError, match=r"1 of 512 values of `model\.layers\.1\.mlp\.up_proj\.weight` are NaN"):
+        CausalLMPolicy(model, layout=layout).resolve_layout()
+
+
 def test_arguments_are_checked() -> None:
     with pytest.raises(TypeError, match="torch module, got str"):
         CausalLMPolicy("a/path")  # type: ignore[arg-type]

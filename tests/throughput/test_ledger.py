@@ -57,6 +57,14 @@ def test_useful_work_is_that_of_live_segments():
     assert work.executed == work.flops + model_flops(SMALL, [5, 7], scored=7).head / 3
 
 
+def test_a_scoring_pass_is_one_more_forward():
+    plain = Work.of_segments([(5, 3, 3), (7, 4, 0)], 12, SMALL)
+    scored = Work.of_segments([(5, 3, 3), (7, 4, 0)], 12, SMALL, scoring_passes=1)
+    assert scored.flops == pytest.approx(plain.flops * 4 / 3)  # a forward pass is a third of forward and backward
+    assert scored.executed - scored.flops == pytest.approx(plain.executed - plain.flops)
+    assert scored.useful == plain.useful
+
+
 def test_work_survives_a_reduction_over_ranks():
     work = Work.of_segments([(5, 3, 3)], 8, SMALL)
     assert Work.from_values(work.values()) == work
