@@ -7,25 +7,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-import torch
 from datasets import Dataset
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lit_rl import strategies
 from lit_rl.advantages import Baseline, Scale
-from lit_rl.data.batch import PackedBatch
-from lit_rl.data.evaluation import EvaluationRequest, reward_statistics
-from lit_rl.data.iteration import Iteration, IterationOptions, build_iteration
+from lit_rl.data.evaluation import EvaluationRequest, Items, every_rank_loader, reward_statistics
+from lit_rl.data.iteration import Iteration, IterationOptions, Microbatches, build_iteration
 from lit_rl.data.loader import ResumableLoader
 from lit_rl.data.old_log_probs import sampler_log_probs, score_trajectories
 from lit_rl.data.sampler import TokenBudgetSampler
 from lit_rl.data.state import trajectories_from_state, trajectories_to_state
-from lit_rl.data.summary import DatasetTrajectories, Summary, check_readable, summarize
+from lit_rl.data.summary import Summary, as_trajectories, check_readable, summarize
 from lit_rl.options import check_at_least, check_choices
 from lit_rl.policy.module import PolicyModule
 from lit_rl.rollout.collect import Rollouts
@@ -101,7 +99,7 @@ class PackedDataModule(LightningDataModule):
     ) -> None:
         super().__init__()
         self.rollouts = source if isinstance(source, Rollouts) else None
-        self._trajectories = None if self.rollouts is not None else _as_trajectories(source)
+        self._trajectories = None if self.rollouts is not None else as_trajectories(source)
         # Bad values are refused here, not at the first epoch.
         self._options = IterationOptions(
             max_tokens=max_tokens,
@@ -126,7 +124,7 @@ class PackedDataModule(LightningDataModule):
         self.max_tokens, self.trajectories_per_step = max_tokens, trajectories_per_step
         self.old_log_probs, self.seed, self.num_workers = old_log_probs, seed, num_workers
         self.validation_tasks, self.validation_attempts = validation_tasks, validation_attempts
-        self._validation = None if validation_data is None else _as_trajectories(validation_data)
+        self._validation = None if validation_data is None else as_trajectories(validation_data)
         if validation_tasks is not None and self.rollouts is None:
             raise ValueError(
                 "`validation_tasks` need a `rollouts(...)` source to act in; give `validation_data` instead"
@@ -207,7 +205,7 @@ class PackedDataModule(LightningDataModule):
                 rank=rank,
                 world_size=world_size,
             )
-            return DataLoader(_Items([request]), sampler=EveryRankSampler([request]), batch_size=None)
+            return every_rank_loader([request])
         assert self._validation is not None
         options = {"loss_on": "scored", "baseline": "none", "scale": "none", "num_steps": 1}
         return self._loader(self._plan(self._validation, self._module(), 0, **options), None)
@@ -220,7 +218,7 @@ class PackedDataModule(LightningDataModule):
             )
         attempts = self.validation_attempts
         requests = [EvaluationRequest(self._rollouts(), [task], attempts=attempts) for task in self.validation_tasks]
-        return DataLoader(_Items(requests), batch_size=None)
+        return DataLoader(Items(requests), batch_size=None)
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -339,7 +337,7 @@ class PackedDataModule(LightningDataModule):
 
     def _loader(self, iteration: Iteration, old: list[Tensor] | None) -> ResumableLoader:
         sampler = TokenBudgetSampler.from_plan(iteration.plan, self._place()[0])
-        return ResumableLoader(_Microbatches(iteration, old), sampler, num_workers=self.num_workers)
+        return ResumableLoader(Microbatches(iteration, old), sampler, num_workers=self.num_workers)
 
     def _settle_old_log_probs(self, module: PolicyModule) -> list[Tensor] | None:
         iteration = self.iteration
@@ -357,50 +355,3 @@ class PackedDataModule(LightningDataModule):
             old = score_trajectories(module.policy, loader, iteration.lengths, module.device)
         self.old_log_probs_seconds = time.perf_counter() - started
         return old
-
-
-class _Microbatches:
-    """The data set that the sampler's index lists are looked up in."""
-
-    def __init__(self, iteration: Iteration, old_log_probs: list[Tensor] | None) -> None:
-        self.iteration = iteration
-        self.old_log_probs = old_log_probs
-
-    def __getitem__(self, indices: Sequence[int]) -> PackedBatch:
-        return self.iteration.microbatch(indices, self.old_log_probs)
-
-    def __len__(self) -> int:
-        return len(self.iteration)
-
-
-class _Items(torch.utils.data.Dataset[Any]):
-    """A list as a data set."""
-
-    def __init__(self, items: list[Any]) -> None:
-        self.items = items
-
-    def __getitem__(self, index: int) -> Any:
-        return self.items[index]
-
-    def __len__(self) -> int:
-        return len(self.items)
-
-
-class EveryRankSampler(DistributedSampler):
-    """Gives every item to every rank; a `DistributedSampler` only so that Lightning leaves it alone."""
-
-    def __init__(self, items: Sequence[Any]) -> None:
-        super().__init__(items, num_replicas=1, rank=0, shuffle=False)  # type: ignore[arg-type]
-
-
-def _as_trajectories(source: Any) -> Sequence[Trajectory]:
-    if hasattr(source, "__len__") and len(source) == 0:
-        raise ValueError("there are no trajectories; give at least one")
-    if isinstance(source, Dataset):
-        return DatasetTrajectories(source)
-    if isinstance(source, Sequence) and all(isinstance(item, Trajectory) for item in source):
-        return source
-    raise TypeError(
-        f"the source is a {type(source).__name__}; expected `rollouts(...)`, a datasets.Dataset of trajectories, or a "
-        "list of Trajectory"
-    )

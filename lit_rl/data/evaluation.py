@@ -6,6 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch.utils.data import DataLoader, DistributedSampler
+
 from lit_rl.strategies import gathered_parameters
 from lit_rl.trajectory import Trajectory
 
@@ -91,3 +94,29 @@ def reward_statistics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "unscored": float(count - len(rewards)),
         "trajectories": float(count),
     }
+
+
+class Items(torch.utils.data.Dataset[Any]):
+    """A list as a data set."""
+
+    def __init__(self, items: list[Any]) -> None:
+        self.items = items
+
+    def __getitem__(self, index: int) -> Any:
+        return self.items[index]
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+
+def every_rank_loader(requests: list[EvaluationRequest]) -> DataLoader:
+    """A loader that gives every request to every rank, which attempts its own share of the tasks.
+
+    Args:
+        requests: One item each.
+
+    Returns:
+        The loader; Lightning leaves its sampler alone, because it is a `DistributedSampler` already.
+    """
+    items = Items(requests)
+    return DataLoader(items, sampler=DistributedSampler(items, num_replicas=1, rank=0, shuffle=False), batch_size=None)

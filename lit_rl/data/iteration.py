@@ -146,6 +146,25 @@ class Iteration:
         return trajectory if self.scored_counts[index] else unscored(trajectory)
 
 
+class Microbatches:
+    """An iteration as a data set: index lists of the plan are looked up in it.
+
+    Args:
+        iteration: The iteration.
+        old_log_probs: [L] per trajectory, or `None`.
+    """
+
+    def __init__(self, iteration: Iteration, old_log_probs: list[Tensor] | None) -> None:
+        self.iteration = iteration
+        self.old_log_probs = old_log_probs
+
+    def __getitem__(self, indices: Sequence[int]) -> PackedBatch:
+        return self.iteration.microbatch(indices, self.old_log_probs)
+
+    def __len__(self) -> int:
+        return len(self.iteration)
+
+
 def iteration_of(trainer: Any) -> Iteration | None:
     """The iteration a Trainer is in, where its data module is a `PackedDataModule`.
 

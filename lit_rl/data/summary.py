@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor, nn
@@ -139,6 +139,33 @@ def check_readable(summary: Summary, model: nn.Module) -> None:
                 f"trajectory {number} (task {summary.tasks[number]!r}) has {length} tokens, but the model has "
                 f"{positions} positions; cut it, or lower `max_tokens` with `overlong='truncate'`"
             )
+
+
+def as_trajectories(source: Any) -> Sequence[Trajectory]:
+    """What a data module was given, as a sequence.
+
+    Args:
+        source: A `datasets.Dataset` as `to_dataset` writes it, or a list of `Trajectory`.
+
+    Returns:
+        At least one trajectory; those of a data set are read when they are asked for.
+
+    Raises:
+        ValueError: There are none.
+        TypeError: The source is something else.
+    """
+    from datasets import Dataset
+
+    if hasattr(source, "__len__") and len(source) == 0:
+        raise ValueError("there are no trajectories; give at least one")
+    if isinstance(source, Dataset):
+        return DatasetTrajectories(source)
+    if isinstance(source, Sequence) and all(isinstance(item, Trajectory) for item in source):
+        return source
+    raise TypeError(
+        f"the source is a {type(source).__name__}; expected `rollouts(...)`, a datasets.Dataset of trajectories, or a "
+        "list of Trajectory"
+    )
 
 
 def _has_position_table(model: nn.Module) -> bool:
