@@ -24,6 +24,7 @@ from lit_rl.curriculum import (
     Uniform,
     Variance,
 )
+from lit_rl.monitoring import log_reduced
 
 EstimatorName = Literal["last_group", "mean_of_last", "exponential_average", "beta_posterior"]
 RuleName = Literal["interval", "variance", "live_probability", "thompson", "uniform"]
@@ -70,7 +71,8 @@ all tasks, which sum to 1 |
             ones.
         floor: Fewest tasks an iteration may have before excluded ones stand in, with a warning.
         threshold: Reward from which an attempt counts as passed; where rewards are shaped, the environment gives
-            `info["outcome"]`, which is then compared instead.
+            `info["outcome"]`, which is then compared instead. A group whose rewards differ has a signal and is never
+            certain: where none of them reaches `threshold` it counts half a pass, and one warning says so.
         dynamic_limit: Most rounds per iteration that look for groups with a signal (see `DynamicSampling`); 1 is
             no dynamic sampling.
         dynamic_exhausted: When the rounds end too early: "keep" what was found, or "raise".
@@ -130,7 +132,10 @@ all tasks, which sum to 1 |
             self.sampler = TaskSampler(task_ids, estimator=self._estimator, rule=rule, **self._options)
             self.sampler.warn = rank_zero_warn
         else:
+            # Another fit: it counts its iterations from 0 again, and its groups may have another size.
+            self.sampler.end_iteration()
             self.sampler.set_tasks(task_ids)
+            self.sampler.rule = self._build_rule(rollouts.group_size)
         if self._restored is not None:
             self.load_state_dict(self._restored)
         rollouts.task_sampler = self.sampler
@@ -147,7 +152,7 @@ all tasks, which sum to 1 |
         """Logs what the sampler did; nothing to reduce, every rank has the same numbers."""
         assert self.sampler is not None
         metrics = {f"curriculum/{name}": value for name, value in self.sampler.metrics().items()}
-        pl_module.log_dict(metrics, on_step=False, on_epoch=True, batch_size=1)
+        log_reduced(pl_module, metrics)
 
     @override
     def state_dict(self) -> dict[str, Any]:

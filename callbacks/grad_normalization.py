@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -11,10 +12,13 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from typing_extensions import override
 
-from lit_rl.checks.normalization import TOLERANCE, compare, take_gradients
+from lit_rl.checks.gradients import Gradient, relation, take_gradients, whole
+from lit_rl.checks.normalization import MICROBATCH_MEAN, Allowed, Mistake, allowed_error, compare, random_verdict
 from lit_rl.checks.verdict import Verdict
+from lit_rl.data.batch import PackedBatch
 from lit_rl.data.iteration import Iteration, iteration_of
 from lit_rl.policy.module import PolicyModule
+from lit_rl.strategies import gradient_norm, scales_gradients
 
 
 class GradientNormalizationCheck(Callback):
@@ -30,7 +34,8 @@ class GradientNormalizationCheck(Callback):
 
     Args:
         every_n_steps: 0 checks the first step of the fit only; n also every n-th optimizer step.
-        tolerance: Largest relative error of the gradient that passes.
+        tolerance: Largest relative error of the gradient that passes; `None` chooses 1e-3, or 2e-2 where the Trainer's
+            precision or a parameter has 16 bits. What rounding of single trajectories' gradients explains passes too.
         action: "raise" stops the run on a failure, "warn" goes on.
 
     Raises:
@@ -42,9 +47,9 @@ class GradientNormalizationCheck(Callback):
     """
 
     def __init__(
-        self, every_n_steps: int = 0, tolerance: float = TOLERANCE, action: Literal["raise", "warn"] = "raise"
+        self, every_n_steps: int = 0, tolerance: float | None = None, action: Literal["raise", "warn"] = "raise"
     ) -> None:
-        if every_n_steps < 0 or tolerance <= 0:
+        if every_n_steps < 0 or (tolerance is not None and not tolerance > 0):
             raise ValueError(
                 f"`every_n_steps` must be at least 0 and `tolerance` above 0, got {every_n_steps} and {tolerance}"
             )
@@ -53,10 +58,13 @@ class GradientNormalizationCheck(Callback):
         self.every_n_steps, self.tolerance, self.action = every_n_steps, tolerance, action
         self.verdict: Verdict | None = None
         self._reference: dict[str, Tensor] | None = None
+        self._sizes: list[float] = []
+        self._pending = False
         self._step = 0
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._pending = False
         per_step = trainer.accumulate_grad_batches
         due = self.verdict is None or (self.every_n_steps > 0 and trainer.global_step % self.every_n_steps == 0)
         if not isinstance(pl_module, PolicyModule):
@@ -67,7 +75,7 @@ class GradientNormalizationCheck(Callback):
         if batch_idx % per_step != 0 or not due or _cuts_windows(trainer):
             return
         self._step = batch_idx // per_step
-        self._reference = self._gradient(trainer, pl_module, lambda rank, k: 1.0)
+        self._reference, self._sizes = self._gradient(trainer, pl_module, lambda rank, k: 1.0)
 
     @override
     def on_before_optimizer_step(
@@ -77,18 +85,43 @@ class GradientNormalizationCheck(Callback):
             return
         reference, self._reference = self._reference, None
         accumulated = take_gradients(pl_module)
-        self.verdict = compare(accumulated, reference, {}, tolerance=self.tolerance)
-        if not self.verdict.ok:
-            self.verdict = self._explain(trainer, pl_module, accumulated, reference)
-        if self.verdict.ok:
-            rank_zero_info(f"gradient normalization: {self.verdict.message}")
+        with trainer.precision_plugin.train_step_context():
+            allowed = allowed_error(pl_module, self.tolerance, self._sizes)
+        verdict = compare(accumulated, reference, allowed=allowed)
+        finite = bool(verdict.figures["finite"])
+        if not finite and scales_gradients(trainer):
+            return  # The scale of the loss was too large: this step is skipped, and the next one is checked.
+        if not verdict.ok and finite:
+            verdict = self._explain(trainer, pl_module, accumulated, reference, allowed)
+        self.verdict = verdict
+        # The module knows more about a number that is none, and says it after this hook.
+        self._pending = not finite
+        if finite:
+            self._report(verdict)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._pending and self.verdict is not None:
+            self._pending = False
+            self._report(self.verdict)
+
+    def _report(self, verdict: Verdict) -> None:
+        if verdict.ok:
+            rank_zero_info(f"gradient normalization: {verdict.message}")
         elif self.action == "raise":
-            raise MisconfigurationException(self.verdict.message)
+            raise MisconfigurationException(verdict.message)
         else:
-            rank_zero_warn(self.verdict.message)
+            rank_zero_warn(verdict.message)
 
     def _explain(
-        self, trainer: Trainer, module: LightningModule, accumulated: dict[str, Tensor], reference: dict[str, Tensor]
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        accumulated: Gradient,
+        reference: Gradient,
+        allowed: Allowed,
     ) -> Verdict:
         iteration = _iteration(trainer)
         step = iteration.plan.microbatches[self._step]
@@ -102,34 +135,56 @@ class GradientNormalizationCheck(Callback):
         def by_rank(rank: int, k: int) -> float:
             return total / (ranks * max(sum(counts[rank]), 1))
 
-        candidates = {
-            "each microbatch takes the mean over its own tokens": self._gradient(trainer, module, by_microbatch),
-            "each rank takes the mean over its own tokens": self._gradient(trainer, module, by_rank),
-        }
+        mistakes = []
+        if per_step > 1:  # With one microbatch per rank it is the same as a mean per rank.
+            factors = [by_microbatch(r, k) for r in range(ranks) for k in range(per_step) if counts[r][k]]
+            wrong, _ = self._gradient(trainer, module, by_microbatch)
+            mistakes.append(Mistake(MICROBATCH_MEAN, accumulated, wrong, factors))
+        if ranks > 1:
+            factors = [by_rank(r, 0) for r in range(ranks) if sum(counts[r])]
+            wrong, _ = self._gradient(trainer, module, by_rank)
+            mistakes.append(Mistake("each rank takes the mean over its own tokens", accumulated, wrong, factors))
+        again, _ = self._gradient(trainer, module, lambda rank, k: 1.0)
         for name, parameter in module.named_parameters():
             parameter.grad = before[name]
-        factors = [by_microbatch(r, k) for r in range(ranks) for k in range(per_step) if counts[r][k]]
-        return compare(accumulated, reference, candidates, distortion=factors, tolerance=self.tolerance)
+        if not compare(again, reference, allowed=allowed).ok:
+            return random_verdict(relation(again, reference)[0], "the step")
+        return compare(accumulated, reference, mistakes, allowed=allowed)
 
-    def _gradient(self, trainer: Trainer, module: LightningModule, factor: Any) -> dict[str, Tensor]:
-        """The step's gradient, one trajectory at a time; every rank computes all of them, so none has to be sent."""
-        assert isinstance(module, PolicyModule)
-        assert module.policy is not None
+    def _gradient(
+        self, trainer: Trainer, module: LightningModule, factor: Callable[[int, int], float]
+    ) -> tuple[dict[str, Tensor], list[float]]:
+        """The step's gradient and the norm of each trajectory's part.
+
+        Every rank computes all of them, one trajectory at a time, so none has to be sent.
+        """
         iteration = _iteration(trainer)
-        module.zero_grad(set_to_none=True)
         old = trainer.datamodule.old_log_probs_by_trajectory  # type: ignore[attr-defined]
+        total: dict[str, Tensor] = {}
+        sizes = []
         for rank, microbatches in enumerate(iteration.plan.microbatches[self._step]):
             for k, microbatch in enumerate(microbatches):
                 for index in microbatch:
                     batch = iteration.microbatch([index], old).to(module.device)
-                    with trainer.precision_plugin.train_step_context():
-                        batch = module.with_reference(batch)
-                        log_probs, entropy = module.policy(batch, entropy=module.entropy_bonus > 0)
-                        loss = module.weighted_losses(batch, log_probs, entropy=entropy).sum() * factor(rank, k)
-                    loss.backward()
-        gradient = take_gradients(module)
+                    _backward(trainer, module, batch, factor(rank, k))
+                    sizes.append(gradient_norm(module.parameters()))
+                    for name, parameter in module.named_parameters():
+                        if parameter.grad is not None:
+                            total[name] = total[name].add_(parameter.grad) if name in total else parameter.grad
         module.zero_grad(set_to_none=True)
-        return gradient
+        return {name: whole(gradient).detach() for name, gradient in total.items()}, sizes
+
+
+def _backward(trainer: Trainer, module: LightningModule, batch: PackedBatch, factor: float) -> None:
+    """Leaves the gradient of one microbatch's loss in the parameters."""
+    assert isinstance(module, PolicyModule)
+    assert module.policy is not None
+    module.zero_grad(set_to_none=True)
+    with trainer.precision_plugin.train_step_context():
+        batch = module.with_reference(batch)
+        log_probs, entropy = module.policy(batch, entropy=module.entropy_bonus > 0)
+        loss = module.weighted_losses(batch, log_probs, entropy=entropy).sum() * factor
+    loss.backward()
 
 
 def _iteration(trainer: Trainer) -> Iteration:

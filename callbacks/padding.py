@@ -8,9 +8,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lit_rl.data.batch import PackedBatch
 from lit_rl.data.iteration import Iteration, iteration_of
 from lit_rl.metrics import Counts, PaddingCounts
+from lit_rl.monitoring import log_reduced, packed_batch
 
 
 class PaddingMonitor(Callback):
@@ -36,6 +36,9 @@ an advantage |
     | `length_min`*, `length_mean`*, `length_max`* | tokens per collected trajectory, masked ones included |
     | `truncated_share`* | share of collected trajectories cut by a limit |
 
+    Raises:
+        MisconfigurationException: A loader of your own yields something else than `PackedBatch`.
+
     Example:
         >>> monitor = PaddingMonitor()
     """
@@ -46,13 +49,16 @@ an advantage |
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        # An interrupted run leaves an iteration unfinished.
+        self._counts = {}
+        self._window.reset()
         if trainer.world_size > 1:  # where the collectives run
             self._window.to(trainer.strategy.root_device)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if iteration_of(trainer) is None and isinstance(batch, PackedBatch):
-            self._window.update(batch)
+        if iteration_of(trainer) is None:
+            self._window.update(packed_batch(batch, "PaddingMonitor"))
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
@@ -69,7 +75,7 @@ an advantage |
         else:
             figures = PaddingCounts.figures(count_plan(iteration)) | _lengths(iteration)
         metrics = {f"padding/{name}": value for name, value in figures.items()}
-        pl_module.log_dict(metrics, on_step=False, on_epoch=True, batch_size=1)
+        log_reduced(pl_module, metrics)
         self._counts = {}
 
     @override

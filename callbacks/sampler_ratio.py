@@ -11,8 +11,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from lit_rl.checks.sampler_ratio import ALLOWED_SHARE, ratio_verdict
-from lit_rl.data.batch import PackedBatch
 from lit_rl.metrics import LogRatioCounts
+from lit_rl.monitoring import log_reduced, packed_batch
 
 
 class SamplerRatioMonitor(Callback):
@@ -90,11 +90,7 @@ another one |
         self._warned = state_dict["warned"]
 
     def _add(self, outputs: Any, batch: Any) -> None:
-        if not isinstance(batch, PackedBatch):
-            raise MisconfigurationException(
-                f"`SamplerRatioMonitor` reads PackedBatch microbatches, got {type(batch).__name__}; use "
-                "`PackedDataModule` or build your batches with `lit_rl.collate`"
-            )
+        batch = packed_batch(batch, "SamplerRatioMonitor")
         log_probs = outputs.get("log_probs") if isinstance(outputs, dict) else None
         if not isinstance(log_probs, Tensor):
             raise MisconfigurationException(
@@ -112,7 +108,7 @@ another one |
     def _report(self, trainer: Trainer, pl_module: LightningModule) -> None:
         figures = LogRatioCounts.figures(self._counts.drain())
         metrics = {f"sampler_ratio/{name}": value for name, value in figures.items()}
-        pl_module.log_dict(metrics, on_step=False, on_epoch=True, batch_size=1)
+        log_reduced(pl_module, metrics)
         verdict = ratio_verdict(figures, allowed_share=self.allowed_share)
         sampled_here = getattr(getattr(trainer, "datamodule", None), "rollouts", None) is not None
         if not verdict.ok and not self._warned and (sampled_here or trainer.current_epoch == 0):

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from typing_extensions import override
 
 from lit_rl import strategies
 from lit_rl.data.batch import PackedBatch
 from lit_rl.data.iteration import Iteration, iteration_of
+from lit_rl.monitoring import log_reduced, packed_batch
 from lit_rl.throughput import ModelShape, known_accelerator, model_flops
 from lit_rl.throughput.flops import AttentionConvention, Recompute
 from lit_rl.throughput.ledger import PHASES, PhaseClock, Work, gpu_hours
@@ -62,6 +62,7 @@ that the policy sampled |
 
     Raises:
         ValueError: `peak_tflops` is not positive.
+        MisconfigurationException: A loader of your own yields something else than `PackedBatch`.
 
     Example:
         >>> TokenThroughputMonitor(model="qwen3-8b", peak_tflops=989.4).attention
@@ -99,7 +100,10 @@ that the policy sampled |
         self._shape = _find_shape(self.model, pl_module)
         self._peak = None if self._shape is None else self._find_peak(trainer, pl_module)
         self._adapter_weights = _adapter_weights(pl_module)
-        self._first_step = self._seen = None
+        self._first_step = self._seen = self._interrupted = None
+        self._segments, self._positions = [], 0
+        self.clock.enter(None)
+        self.clock.take()  # whatever came before is no time of this fit
         self.clock.enter("waiting")
 
     @override
@@ -121,11 +125,7 @@ that the policy sampled |
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if not isinstance(batch, PackedBatch):
-            raise MisconfigurationException(
-                f"TokenThroughputMonitor counts the segments of a PackedBatch, got {type(batch).__name__}; use "
-                "`PackedDataModule`, or build batches with `lit_rl.collate`"
-            )
+        batch = packed_batch(batch, "TokenThroughputMonitor")
         self._segments.append(_count_segments(batch))
         self._positions += batch.num_positions
         if self.clock.phase == "first_step" and trainer.global_step != self._first_step:
@@ -158,13 +158,19 @@ that the policy sampled |
         if self._peak is not None:
             metrics["peak_tflops"] = self._peak / 1e12
         values = {f"throughput/{name}": value for name, value in metrics.items()}
-        pl_module.log_dict(values, on_step=False, on_epoch=True, batch_size=1)
+        log_reduced(pl_module, values)
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.gpu_seconds = self._so_far()
-        self.clock.enter(None)
-        self.clock.take()
+        self._stop()
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._stop()  # `on_fit_end` is not called then
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._stop()
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -175,6 +181,12 @@ that the policy sampled |
         self.gpu_seconds = {phase: float(state_dict["gpu_seconds"].get(phase, 0.0)) for phase in PHASES}
 
     # --- private -----------------------------------------------------------------------------------------------
+
+    def _stop(self) -> None:
+        """Books what was spent so far, and stops the clock until the next fit."""
+        self.gpu_seconds = self._so_far()
+        self.clock.enter(None)
+        self.clock.take()
 
     def _enter(self, phase: str | None, pl_module: LightningModule) -> None:
         """Changes the phase when the device has finished what was asked of it."""

@@ -9,9 +9,10 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lit_rl.data.batch import PackedBatch
+from lit_rl.curriculum.signal import outcome_of
 from lit_rl.data.iteration import Iteration, iteration_of
 from lit_rl.metrics import Counts, ZeroAdvantageCounts
+from lit_rl.monitoring import log_reduced, packed_batch
 
 
 class ZeroAdvantageMonitor(Callback):
@@ -29,6 +30,8 @@ class ZeroAdvantageMonitor(Callback):
     | `trajectories`, `scored_tokens`, `positions` | shares that belong to trajectories which are not live |
     | `all_pass`, `all_fail`, `equal_partial` | share of groups not live because every reward is at least `threshold`, \
 at most 0, or equal in between |
+    | `all_pass_by_outcome`, `all_fail_by_outcome` | share of groups that are trained, because their shaped rewards \
+differ, although every attempt passed or failed by `info["outcome"]`; only where outcomes are given |
     | `unscored`, `masked` | share of groups not live because no reward is known, or no token enters the loss |
     | `truncated` | share of the trajectories that are not live which were cut by a length limit |
     | `episodes_wasted` | trajectories in groups that are not live, since the start |
@@ -38,10 +41,11 @@ at most 0, or equal in between |
     Args:
         share: Warn when the zero-advantage share of groups stays above this, in [0, 1].
         patience: For this many iterations in a row, at least 1.
-        threshold: Reward from which an attempt counts as passed.
+        threshold: Reward, or `info["outcome"]` where an environment gives it, from which an attempt counts as passed.
 
     Raises:
         ValueError: `share` or `patience` is out of range.
+        MisconfigurationException: A loader of your own yields something else than `PackedBatch`.
 
     Example:
         >>> monitor = ZeroAdvantageMonitor(share=0.9, patience=20)
@@ -63,6 +67,8 @@ at most 0, or equal in between |
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._counted = -1
+        self._counts = {}
+        self._window.reset()
         if trainer.world_size > 1:  # where the collectives run
             self._window.to(trainer.strategy.root_device)
 
@@ -71,8 +77,8 @@ at most 0, or equal in between |
         iteration = iteration_of(trainer)
         if iteration is not None:
             self._count_iteration(iteration)
-        elif isinstance(batch, PackedBatch):
-            self._window.update_batch(batch)
+        else:
+            self._window.update_batch(packed_batch(batch, "ZeroAdvantageMonitor"))
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
@@ -90,7 +96,7 @@ at most 0, or equal in between |
         self._warn(shares)
         metrics = {f"zero_advantage/{name}": value for name, value in shares.items()}
         metrics["zero_advantage/episodes_wasted"] = float(self.episodes_wasted)
-        pl_module.log_dict(metrics, on_step=False, on_epoch=True, batch_size=1)
+        log_reduced(pl_module, metrics)
         if iteration is None:
             self._counts = {}
 
@@ -122,6 +128,7 @@ at most 0, or equal in between |
             scored_counts=iteration.scored_counts,
             groups=iteration.groups,
             rewards=iteration.rewards.tolist(),
+            outcomes=[outcome_of(trajectory.info) for trajectory in iteration.trajectories],
             truncated=iteration.truncated.tolist(),
             threshold=self.threshold,
         )

@@ -9,6 +9,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from lit_rl.options import check_real
+
 Baseline = Literal["mean", "leave_one_out", "none"]
 Scale = Literal["std", "none"]
 
@@ -17,7 +19,8 @@ class GroupAdvantages(NamedTuple):
     """What `group_advantages` returns.
 
     Attributes:
-        advantages: float64 [n]; exactly 0 where a group's rewards are all equal and where a reward is missing.
+        advantages: float64 [n]; exactly 0 where a group's rewards are all equal and where a reward is missing. With
+            baseline "none" the reward itself, and 0 where it is missing.
         live: bool [n]; true where the advantage is not 0.
     """
 
@@ -39,7 +42,8 @@ def group_advantages(
 
     With group mean \(\bar r\), size G and sample standard deviation s (divisor G - 1):
 
-    - baseline "mean": r - \(\bar r\) (GRPO); "leave_one_out": r minus the mean of the others (RLOO); "none": r.
+    - baseline "mean": r - \(\bar r\) (GRPO); "leave_one_out": r minus the mean of the others (RLOO); "none": the
+      reward itself, whatever the scale.
     - scale "std": divided by s + eps (GRPO); "none": as it is (Dr. GRPO).
 
     Membership is by id, never by position, so trajectories may come in any order. A group of one has nothing to
@@ -48,9 +52,9 @@ def group_advantages(
     Args:
         rewards: [n] numbers; NaN where nobody could score.
         groups: [n] hashable ids.
-        baseline: What is subtracted.
-        scale: What is divided by.
-        eps: Added to the standard deviation, in units of reward.
+        baseline: What is subtracted; "none" leaves the reward as it is, and divides by nothing.
+        scale: What the difference to the baseline is divided by.
+        eps: Added to the standard deviation, in units of reward; finite, at least 0.
         missing: "raise" refuses NaN rewards; "ignore" leaves them out of their group and gives them 0.
         group_size: When given, every group must have exactly this many members.
 
@@ -58,17 +62,22 @@ def group_advantages(
         The advantages, and which of them are not 0.
 
     Raises:
-        ValueError: Lengths differ, a reward is missing or infinite, or a group has another size than `group_size`.
+        TypeError: `eps` is not a number.
+        ValueError: Lengths differ, a reward is missing or infinite, a group has another size than `group_size`, or
+            `eps` is negative or infinite.
 
     Source: Shao et al. 2024 (GRPO), eq. 3; Ahmadian et al. 2024 (RLOO); Liu et al. 2025 (Dr. GRPO).
 
     Example:
         >>> group_advantages([1.0, 0.0, 0.0, 0.0], [0, 1, 0, 1]).advantages.round(decimals=4).tolist()
         [0.7071, 0.0, -0.7071, 0.0]
+        >>> group_advantages([1.0, 1.0, 0.5], [0, 0, 0], baseline="none").advantages.tolist()
+        [1.0, 1.0, 0.5]
     """
     values = torch.as_tensor(rewards, dtype=torch.float64)
     ids = groups.tolist() if isinstance(groups, Tensor) else list(groups)
     _check(values, ids, baseline, scale, missing)
+    check_real(0, eps=eps)
     members: dict[Hashable, list[int]] = {}
     for index, group in enumerate(ids):
         members.setdefault(group, []).append(index)
@@ -83,17 +92,16 @@ def group_advantages(
 def _one_group(rewards: Tensor, baseline: Baseline, scale: Scale, eps: float) -> Tensor:
     size = rewards.numel()
     if baseline == "none":
-        centred = rewards
-    elif size < 2 or bool((rewards == rewards[0]).all()):
+        # Not scaled either: without a mean to differ from, equal rewards would be divided by `eps` alone.
+        return rewards
+    if size < 2 or bool((rewards == rewards[0]).all()):
         # Decided by comparison: a mean of equal numbers may differ from them by a rounding error.
         return torch.zeros_like(rewards)
-    elif baseline == "mean":
+    if baseline == "mean":
         centred = rewards - rewards.mean()
     else:
         centred = rewards - (rewards.sum() - rewards) / (size - 1)
-    if scale == "none" or size < 2:
-        return centred
-    return centred / (rewards.std(correction=1) + eps)
+    return centred if scale == "none" else centred / (rewards.std(correction=1) + eps)
 
 
 def _check(values: Tensor, ids: list[Hashable], baseline: str, scale: str, missing: str) -> None:

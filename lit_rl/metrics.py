@@ -110,9 +110,10 @@ class ZeroAdvantageCounts(CountingMetric):
 
     Figures: shares of "groups", "trajectories", "scored_tokens" and "positions" that are not live; shares of all
     groups that are without a live trajectory because they are "all_pass", "all_fail", "equal_partial", "unscored"
-    or "masked" (their rewards differ, but no token of them enters the loss); "truncated", the share of the
-    trajectories that are not live which were cut by a limit. What cannot be known (groups of a bare microbatch) is
-    left out.
+    or "masked" (their rewards differ, but no token of them enters the loss); "all_pass_by_outcome" and
+    "all_fail_by_outcome", the shares of all groups that are live by shaped rewards although every outcome, or none,
+    passes; "truncated", the share of the trajectories that are not live which were cut by a limit. What cannot be known
+    (groups of a bare microbatch, outcomes that no environment gave) is left out.
 
     Example:
         >>> metric = ZeroAdvantageCounts()
@@ -125,7 +126,11 @@ class ZeroAdvantageCounts(CountingMetric):
 
     reasons: ClassVar[tuple[str, ...]] = ("all_pass", "all_fail", "equal_partial", "unscored", "masked")
     measures: ClassVar[tuple[str, ...]] = ("groups", "trajectories", "scored_tokens", "positions")
-    summed = (*measures, *(f"dead_{name}" for name in measures), *reasons, "dead_truncated", "dead_limits_known")
+    by_outcome: ClassVar[tuple[str, ...]] = ("all_pass_by_outcome", "all_fail_by_outcome")
+    summed = (
+        *(*measures, *(f"dead_{name}" for name in measures), *reasons, *by_outcome),
+        *("groups_with_outcome", "dead_truncated", "dead_limits_known"),
+    )
 
     def update(
         self,
@@ -135,6 +140,7 @@ class ZeroAdvantageCounts(CountingMetric):
         scored_counts: Sequence[int],
         groups: Sequence[str] | None = None,
         rewards: Sequence[float] | None = None,
+        outcomes: Sequence[float | None] | None = None,
         truncated: Sequence[bool] | None = None,
         threshold: float = 1.0,
     ) -> None:
@@ -146,6 +152,7 @@ class ZeroAdvantageCounts(CountingMetric):
             scored_counts: [n] scored tokens.
             groups: [n] group ids, whole groups only; `None` leaves groups uncounted.
             rewards: [n], NaN where unscored; needed with `groups`.
+            outcomes: [n] what counts as passing, `None` where there is none; see `group_signal`.
             truncated: [n] was cut by a limit.
             threshold: Reward from which an attempt counts as passed.
         """
@@ -160,7 +167,7 @@ class ZeroAdvantageCounts(CountingMetric):
         if groups is not None:
             if rewards is None:
                 raise ValueError("`groups` are counted by their rewards; give `rewards` too")
-            counts |= _dead_groups(groups, rewards, dead, threshold)
+            counts |= _count_groups(groups, rewards, outcomes or [None] * len(rewards), dead, threshold)
         self.add(counts)
 
     def update_batch(self, batch: PackedBatch) -> None:
@@ -180,6 +187,8 @@ class ZeroAdvantageCounts(CountingMetric):
         shares = {name: counts[f"dead_{name}"] / counts[name] for name in names}
         if counts.get("groups"):
             shares |= {name: counts[name] / counts["groups"] for name in ZeroAdvantageCounts.reasons}
+        if counts.get("groups_with_outcome"):
+            shares |= {name: counts[name] / counts["groups"] for name in ZeroAdvantageCounts.by_outcome}
         if counts.get("dead_limits_known"):
             shares["truncated"] = counts["dead_truncated"] / counts["dead_limits_known"]
         return shares
@@ -296,14 +305,28 @@ class LogRatioCounts(CountingMetric):
         return figures
 
 
-def _dead_groups(groups: Sequence[str], rewards: Sequence[float], dead: Sequence[bool], threshold: float) -> Counts:
+def _count_groups(
+    groups: Sequence[str],
+    rewards: Sequence[float],
+    outcomes: Sequence[float | None],
+    dead: Sequence[bool],
+    threshold: float,
+) -> Counts:
     members: dict[str, list[int]] = {}
     for index, group in enumerate(groups):
         members.setdefault(group, []).append(index)
-    counts: Counts = {"groups": len(members), "dead_groups": 0, **dict.fromkeys(ZeroAdvantageCounts.reasons, 0)}
+    names = ("dead_groups", "groups_with_outcome", *ZeroAdvantageCounts.reasons, *ZeroAdvantageCounts.by_outcome)
+    counts: Counts = {"groups": len(members), **dict.fromkeys(names, 0)}
     for indices in members.values():
+        values, found = [rewards[index] for index in indices], [outcomes[index] for index in indices]
+        given = any(outcome is not None for outcome in found)
+        signal = group_signal(values, found if given else None, threshold=threshold)
+        counts["groups_with_outcome"] += given
         if all(dead[index] for index in indices):
-            signal = group_signal([rewards[index] for index in indices], threshold=threshold)
             counts["dead_groups"] += 1
-            counts["masked" if signal == "live" else signal] += 1
+            # Rewards that differ have advantages, so only a mask can take the gradient away.
+            masked = group_signal(values, threshold=threshold) == "live"
+            counts["masked" if masked else signal] += 1
+        elif given and signal in ("all_pass", "all_fail"):
+            counts[f"{signal}_by_outcome"] += 1
     return counts

@@ -6,11 +6,14 @@ microbatches or ranks can change it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
+
+from lit_rl.options import as_number
 
 Normalization = Literal["token_mean", "sequence_mean", "group_mean", "constant", "sequence_constant"]
 Denominator = Literal["all", "live"]
@@ -42,7 +45,7 @@ def loss_weights(
         counts: [n] scored tokens of each trajectory of the step.
         groups: [n] group ids; needed for "group_mean".
         mode: See above.
-        constant: C, greater than 0; needed for the two constant modes and refused by the others.
+        constant: C, finite and greater than 0; needed for the two constant modes and refused by the others.
         live: [n] which trajectories have a non-zero advantage; needed for denominator "live".
         denominator: "all" counts every scored token; "live" only those of live trajectories, and gives the others
             weight 0.
@@ -51,7 +54,7 @@ def loss_weights(
         float64 [n]: the weight that each scored token of trajectory i carries.
 
     Raises:
-        ValueError: An argument is missing, superfluous, of another length, or negative.
+        ValueError: An argument is missing, superfluous, of another length, negative or infinite.
 
     Example:
         >>> loss_weights([2, 1]).tolist()[0] * 3
@@ -91,11 +94,12 @@ def _check(
         raise ValueError(f"`mode` must be one of {get_args(Normalization)}, got {mode!r}")
     if denominator not in get_args(Denominator):
         raise ValueError(f"`denominator` must be one of {get_args(Denominator)}, got {denominator!r}")
-    if tokens.dim() != 1 or bool((tokens < 0).any()):
-        raise ValueError(f"`counts` must be a flat list of numbers of at least 0, got {tokens.tolist()}")
+    if tokens.dim() != 1 or not bool(((tokens >= 0) & tokens.isfinite()).all()):
+        raise ValueError(f"`counts` must be a flat list of finite numbers of at least 0, got {tokens.tolist()}")
     if mode in ("constant", "sequence_constant"):
-        if constant is None or not constant > 0:
-            raise ValueError(f"mode {mode!r} needs `constant` greater than 0, got {constant}")
+        number = as_number(constant)
+        if number is None or not 0 < number < math.inf:
+            raise ValueError(f"mode {mode!r} needs `constant`, a finite number greater than 0, got {constant!r}")
     elif constant is not None:
         raise ValueError(f"`constant` is {constant}, but mode {mode!r} takes none; remove it or use mode 'constant'")
     if mode == "group_mean" and (groups is None or len(groups) != tokens.numel()):

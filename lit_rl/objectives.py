@@ -10,8 +10,11 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
+from lit_rl.options import check_choices
+
 ObjectiveName = Literal["clipped_ratio", "gspo", "cispo", "reinforce", "supervised"]
 Correction = Literal["none", "truncate", "mask"]
+CorrectionMode = Literal["truncate", "mask"]
 CorrectionLevel = Literal["token", "sequence"]
 
 # How far the ratio may fall below and rise above 1, where the user does not say: as in the papers.
@@ -211,7 +214,7 @@ def importance_weights(
     log_probs: Tensor,
     sampler_log_probs: Tensor,
     *,
-    mode: Literal["truncate", "mask"] = "truncate",
+    mode: CorrectionMode = "truncate",
     level: CorrectionLevel = "token",
     limit: float = 2.0,
     segments: Tensor | None = None,
@@ -230,7 +233,8 @@ def importance_weights(
         [M] weights to multiply losses with.
 
     Raises:
-        ValueError: `limit` is not above 1, or `segments` is missing for level "sequence".
+        ValueError: `mode` or `level` is none of the words, `limit` is not above 1, or `segments` is missing for level
+            "sequence".
 
     Source: Yao et al. 2025 (truncated importance sampling); IcePop for "mask".
 
@@ -238,6 +242,7 @@ def importance_weights(
         >>> importance_weights(torch.tensor([0.0, -1.0]), torch.tensor([-2.0, -1.0])).tolist()
         [2.0, 1.0]
     """
+    check_choices(mode=(mode, CorrectionMode), level=(level, CorrectionLevel))
     if not limit > 1:
         raise ValueError(f"`limit` must be greater than 1, got {limit}")
     log_ratio = (log_probs - sampler_log_probs).detach()

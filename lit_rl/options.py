@@ -1,9 +1,81 @@
-"""Refusing options that name nothing, at construction and by their own name."""
+"""Refusing options that name nothing, at construction and by their own name.
+
+What counts as a number, an integer or a flag is decided here for the whole package: Python's own, and those of NumPy,
+torch and everything else that behaves like them.
+"""
 
 from __future__ import annotations
 
 import math
+import operator
 from typing import Any, get_args
+
+
+def as_integer(value: Any) -> int | None:
+    """Reads an integer, whoever made it.
+
+    Args:
+        value: Python's, NumPy's or torch's, or anything else with `__index__`.
+
+    Returns:
+        Python's own integer, or `None` for anything else; booleans and floats are no integers.
+
+    Example:
+        >>> import numpy as np
+        >>> as_integer(np.int64(3)), as_integer(3.0), as_integer(True)
+        (3, None, None)
+    """
+    if as_flag(value) is not None:
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
+def as_number(value: Any) -> float | None:
+    """Reads a real number, whoever made it.
+
+    Args:
+        value: Python's (booleans included), NumPy's or torch's, or an array of one element.
+
+    Returns:
+        Python's own float, perhaps NaN or infinite, or `None` for anything else; text is never a number.
+
+    Example:
+        >>> import torch
+        >>> as_number(torch.tensor([0.5])), as_number(True), as_number("1.0")
+        (0.5, 1.0, None)
+    """
+    if hasattr(value, "item") and hasattr(value, "shape"):
+        if math.prod(value.shape) != 1:
+            return None
+        value = value.item()
+    if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
+        return None
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
+def as_flag(value: Any) -> bool | None:
+    """Reads a boolean, whoever made it.
+
+    Args:
+        value: Python's, NumPy's or torch's.
+
+    Returns:
+        Python's own boolean, or `None` for anything else, 0 and 1 included.
+
+    Example:
+        >>> import numpy as np
+        >>> as_flag(np.bool_(True)), as_flag(1), as_flag("False")
+        (True, None, None)
+    """
+    if hasattr(value, "item") and hasattr(value, "shape") and math.prod(value.shape) == 1:
+        value = value.item()
+    return value if isinstance(value, bool) else None
 
 
 def check_choices(**options: tuple[Any, Any]) -> None:
@@ -32,7 +104,7 @@ def check_at_least(least: int, **options: int | None) -> None:
 
     Args:
         least: The smallest that works.
-        options: Name to value.
+        options: Name to value; integers of NumPy and torch will do.
 
     Raises:
         TypeError: A value is not an integer.
@@ -47,9 +119,10 @@ def check_at_least(least: int, **options: int | None) -> None:
     for name, value in options.items():
         if value is None:
             continue
-        if isinstance(value, bool) or not isinstance(value, int):
+        number = as_integer(value)
+        if number is None:
             raise TypeError(f"`{name}` must be an integer of at least {least}, got {value!r}")
-        if value < least:
+        if number < least:
             raise ValueError(f"`{name}` must be at least {least}, got {value}")
 
 
@@ -61,7 +134,8 @@ def check_real(least: float, **options: float | None) -> None:
         options: Name to value.
 
     Raises:
-        ValueError: A value is too small, infinite or no number.
+        TypeError: A value is not a number.
+        ValueError: A value is too small, infinite or NaN.
 
     Example:
         >>> check_real(0, learning_rate=-1.0)
@@ -70,8 +144,8 @@ def check_real(least: float, **options: float | None) -> None:
         ValueError: `learning_rate` must be at least 0, got -1.0
     """
     for name, value in options.items():
-        if value is not None and not least <= value < math.inf:
-            raise ValueError(f"`{name}` must be at least {least}, got {value}")
+        if value is not None and not least <= _real(name, value) < math.inf:
+            raise ValueError(f"`{name}` must be {_finite(value)}at least {least}, got {value}")
 
 
 def check_above(bound: float, **options: float) -> None:
@@ -82,7 +156,8 @@ def check_above(bound: float, **options: float) -> None:
         options: Name to value.
 
     Raises:
-        ValueError: A value is too small, infinite or no number.
+        TypeError: A value is not a number.
+        ValueError: A value is too small, infinite or NaN.
 
     Example:
         >>> check_above(0, temperature=0.0)
@@ -91,5 +166,17 @@ def check_above(bound: float, **options: float) -> None:
         ValueError: `temperature` must be greater than 0, got 0.0
     """
     for name, value in options.items():
-        if not bound < value < math.inf:
-            raise ValueError(f"`{name}` must be greater than {bound}, got {value}")
+        if not bound < _real(name, value) < math.inf:
+            raise ValueError(f"`{name}` must be {_finite(value)}greater than {bound}, got {value}")
+
+
+def _real(name: str, value: Any) -> float:
+    number = as_number(value)
+    if number is None:
+        raise TypeError(f"`{name}` must be a number, got {value!r}")
+    return number
+
+
+def _finite(value: float) -> str:
+    """A word more where the size is not what is wrong."""
+    return "" if math.isfinite(value) else "finite and "

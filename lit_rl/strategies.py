@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -9,6 +11,7 @@ from typing import Any, Literal
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -113,6 +116,54 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> float:
         return 0.0
     norm = torch.nn.utils.get_total_norm(gradients)
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+
+def scales_gradients(trainer: Trainer) -> bool:
+    """True where losses are scaled for float16, so that a gradient that is not finite only means a skipped step."""
+    return getattr(trainer.precision_plugin, "scaler", None) is not None
+
+
+class HeldSigterm:
+    """Holds SIGTERM back until all ranks are at the same place.
+
+    Lightning's handler broadcasts from wherever the signal finds a rank. Between other collectives that pairs with
+    one of those, and the ranks wait for their time-out. Here the signal only leaves a note; the ranks tell each other
+    with a number that travels in every step anyway, and then all of them run Lightning's handler at the same place.
+
+    Example:
+        >>> HeldSigterm().received
+        0.0
+    """
+
+    def __init__(self) -> None:
+        self.received = 0.0
+        self._handler: Any = None
+
+    def hold(self, trainer: Trainer) -> None:
+        """Takes the place of the present handler, which the Trainer puts back itself when it is done.
+
+        Args:
+            trainer: One that has registered its own handler; on one process, or if it does not fit, nothing is done.
+        """
+        if trainer.world_size == 1 or trainer.state.fn != TrainerFn.FITTING:
+            return
+        handler = signal.getsignal(signal.SIGTERM)
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        if in_main_thread and callable(handler) and handler != self._note:
+            self.received, self._handler = 0.0, handler
+            signal.signal(signal.SIGTERM, self._note)
+
+    def release(self) -> None:
+        """Lets Lightning have the signal, after which it ends the run; all ranks have to call this together."""
+        if self._handler is not None:
+            self._handler(signal.SIGTERM, None)
+
+    def _note(self, *arguments: Any) -> None:
+        self.received = 1.0
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy of the module is not the one that trains, and must not copy the Trainer along.
+        return {"received": 0.0, "_handler": None}
 
 
 def is_sharding(trainer: Trainer | None) -> bool:

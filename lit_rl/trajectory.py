@@ -15,14 +15,12 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import torch
 from torch import Tensor
+
+from lit_rl import trajectory_fields as fields_of
 
 if TYPE_CHECKING:
     from datasets import Dataset
-
-# A log-probability above this is no rounding error of a sampler but another quantity.
-_LARGEST_LOG_PROB = 1e-3
 
 
 class Trajectory:
@@ -34,11 +32,12 @@ class Trajectory:
         token_ids: [L] integers, the ids exactly as they were given to and sampled from the policy.
         action_mask: [L] booleans (or 0/1), true where the policy sampled the token. Token 0 is never scored.
         reward: What the attempt was worth; `None` or NaN means that nobody could score it.
-        log_probs: [L] the sampler's log-probabilities in nats at the sampling temperature; entries where
-            `action_mask` is false are ignored, NaN included.
-        group: Id of the trajectories that share a baseline; `None` stands for a group of its own task.
-        task: Stable id of the task.
-        truncated: True when the attempt was cut by a limit instead of ending by itself.
+        log_probs: [L] the sampler's log-probabilities in nats at the sampling temperature; entries of tokens that are
+            not scored are ignored, `None` and NaN included.
+        group: Id of the trajectories that share a baseline; `None` stands for a group of its own task. An integer
+            becomes its digits.
+        task: Stable id of the task; an integer becomes its digits.
+        truncated: True (or 1) when the attempt was cut by a limit instead of ending by itself.
         temperature: Sampling temperature, one number or [L]; greater than 0.
         info: JSON-like extras (strings, numbers, booleans, lists, dicts); never read by the training code.
 
@@ -73,7 +72,7 @@ class Trajectory:
         action_mask: Sequence[bool] | Sequence[int] | Tensor,
         reward: float | None,
         *,
-        log_probs: Sequence[float] | Tensor | None = None,
+        log_probs: Sequence[float | None] | Tensor | None = None,
         group: str | int | None = None,
         task: str | int | None = None,
         truncated: bool = False,
@@ -81,20 +80,20 @@ class Trajectory:
         info: Mapping[str, Any] | None = None,
     ) -> None:
         where = "trajectory" if task is None else f"trajectory (task {str(task)!r})"
-        ids = _integers(token_ids, where)
-        mask = _mask(action_mask, len(ids), where)
+        ids = fields_of.token_ids(token_ids, where)
+        mask = fields_of.action_mask(action_mask, len(ids), where)
         scored = mask.clone()
         scored[:1] = False
         fields = {
             "token_ids": ids,
             "action_mask": mask,
-            "reward": _reward(reward, where),
-            "log_probs": None if log_probs is None else _log_probs(log_probs, scored, where),
-            "group": _name(group, "group", where),
-            "task": _name(task, "task", where),
-            "truncated": _flag(truncated, where),
-            "temperature": _temperature(temperature, len(ids), where),
-            "info": _info(info, where),
+            "reward": fields_of.reward(reward, where),
+            "log_probs": None if log_probs is None else fields_of.log_probs(log_probs, scored, where),
+            "group": fields_of.name(group, "group", where),
+            "task": fields_of.name(task, "task", where),
+            "truncated": fields_of.flag(truncated, "truncated", where),
+            "temperature": fields_of.temperature(temperature, len(ids), where),
+            "info": fields_of.info(info, where),
         }
         self.__dict__.update(fields)
 
@@ -128,113 +127,6 @@ class Trajectory:
         return not math.isnan(self.reward)
 
 
-def _integers(values: Any, where: str) -> Tensor:
-    tensor = _tensor(values, "token_ids", where)
-    if tensor.numel() == 0:
-        raise ValueError(f"{where}: `token_ids` is empty; a trajectory has at least 1 token")
-    if tensor.dtype == torch.bool or tensor.is_floating_point() or tensor.is_complex():
-        raise TypeError(f"{where}: `token_ids` has dtype {tensor.dtype}, expected integers (ids, never text)")
-    if int(tensor.min()) < 0:
-        position = int((tensor < 0).nonzero()[0])
-        raise ValueError(f"{where}: `token_ids`[{position}] is {int(tensor[position])}; ids are at least 0")
-    return tensor.to(torch.int64)
-
-
-def _mask(values: Any, length: int, where: str) -> Tensor:
-    tensor = _tensor(values, "action_mask", where)
-    _same_length(tensor, length, "action_mask", where)
-    if tensor.dtype != torch.bool and not bool(((tensor == 0) | (tensor == 1)).all()):
-        raise ValueError(f"{where}: `action_mask` holds values other than 0 and 1: {tensor.tolist()[:8]}")
-    return tensor.to(torch.bool)
-
-
-def _log_probs(values: Any, scored: Tensor, where: str) -> Tensor:
-    tensor = _tensor(values, "log_probs", where).to(torch.float32)
-    _same_length(tensor, scored.numel(), "log_probs", where)
-    bad = scored & ~(torch.isfinite(tensor) & (tensor <= _LARGEST_LOG_PROB))
-    if bool(bad.any()):
-        position = int(bad.nonzero()[0])
-        raise ValueError(
-            f"{where}: `log_probs`[{position}] is {float(tensor[position])} at a scored token; expected a finite "
-            "number of at most 0 (the log-probability of that token, in nats)"
-        )
-    return torch.where(scored, tensor.clamp(max=0.0), torch.zeros_like(tensor))
-
-
-def _temperature(value: Any, length: int, where: str) -> Tensor:
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        tensor = torch.full((length,), float(value), dtype=torch.float32)
-    else:
-        tensor = _tensor(value, "temperature", where).to(torch.float32)
-        _same_length(tensor, length, "temperature", where)
-    if not bool((torch.isfinite(tensor) & (tensor > 0)).all()):
-        raise ValueError(f"{where}: `temperature` must be finite and greater than 0, got {value!r}")
-    return tensor
-
-
-def _tensor(values: Any, field: str, where: str) -> Tensor:
-    if isinstance(values, (str, bytes)):
-        raise TypeError(f"{where}: `{field}` is text; give one number per token (text is never re-encoded)")
-    try:
-        tensor = values.detach().cpu().clone() if isinstance(values, Tensor) else torch.tensor(_as_list(values))
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(
-            f"{where}: `{field}` must be a flat sequence of numbers, got {type(values).__name__}"
-        ) from error
-    if tensor.dim() != 1:
-        raise ValueError(f"{where}: `{field}` has shape {list(tensor.shape)}, expected one dimension [tokens]")
-    return tensor
-
-
-def _as_list(values: Any) -> list[Any]:
-    return values.tolist() if hasattr(values, "tolist") else list(values)
-
-
-def _same_length(tensor: Tensor, length: int, field: str, where: str) -> None:
-    if tensor.numel() != length:
-        raise ValueError(
-            f"{where}: `{field}` has {tensor.numel()} entries but `token_ids` has {length}; give one per token"
-        )
-
-
-def _reward(value: Any, where: str) -> float:
-    if value is None:
-        return math.nan
-    if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
-        raise TypeError(f"{where}: `reward` must be a number or None, got {value!r}")
-    number = float(value)
-    if math.isinf(number):
-        raise ValueError(f"{where}: `reward` is {number}; expected a finite number, or None where nobody could score")
-    return number
-
-
-def _name(value: Any, field: str, where: str) -> str | None:
-    if value is None or isinstance(value, str):
-        return value
-    if isinstance(value, int) and not isinstance(value, bool):
-        return str(value)
-    raise TypeError(f"{where}: `{field}` must be a string id (or an integer), got {type(value).__name__}")
-
-
-def _flag(value: Any, where: str) -> bool:
-    if isinstance(value, bool) or (isinstance(value, int) and value in (0, 1)):
-        return bool(value)
-    if type(value).__name__ in ("bool", "bool_"):
-        return bool(value)
-    raise TypeError(f"{where}: `truncated` must be True or False, got {value!r}")
-
-
-def _info(value: Any, where: str) -> dict[str, Any]:
-    if value is None:
-        return {}
-    if not isinstance(value, Mapping):
-        raise TypeError(f"{where}: `info` must be a dict, got {type(value).__name__}")
-    try:
-        return json.loads(json.dumps(dict(value)))
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"{where}: `info` must hold JSON-like values only ({error})") from error
-
-
 def _to_row(trajectory: Trajectory) -> dict[str, Any]:
     return {
         "token_ids": trajectory.token_ids.tolist(),
@@ -250,8 +142,7 @@ def _to_row(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def _from_row(row: Mapping[str, Any]) -> Trajectory:
-    info = row.get("info")
-    temperature = row.get("temperature")
+    temperature, truncated = row.get("temperature"), row.get("truncated")
     return Trajectory(
         row["token_ids"],
         row["action_mask"],
@@ -259,14 +150,18 @@ def _from_row(row: Mapping[str, Any]) -> Trajectory:
         log_probs=row.get("log_probs"),
         group=row.get("group"),
         task=row.get("task"),
-        truncated=bool(row.get("truncated") or False),
+        truncated=False if truncated is None else truncated,
         temperature=1.0 if temperature is None else temperature,
-        info=json.loads(info) if isinstance(info, str) else info,
+        info=fields_of.info_from_row(row.get("info")),
     )
 
 
 def to_dataset(trajectories: Iterable[Trajectory]) -> Dataset:
     """Writes trajectories as a `datasets.Dataset`, one row each; `.to_parquet` and `.to_json` work on the result.
+
+    Parquet gives every number back bit for bit. `.to_json` keeps 10 decimals of `reward`, `log_probs` and
+    `temperature`, and at most 15 with `.to_json(path, double_precision=15)`: log-probabilities very close to 0 lose
+    digits.
 
     Args:
         trajectories: Any number of them; `info` becomes a JSON string, so that its keys may differ by row.
@@ -303,13 +198,15 @@ def from_dataset(dataset: Dataset) -> list[Trajectory]:
     """Reads trajectories back from a data set: the inverse of `to_dataset`.
 
     Args:
-        dataset: Needs the columns `token_ids`, `action_mask`, `reward`; the other fields of `Trajectory` are optional.
+        dataset: Needs the columns `token_ids`, `action_mask`, `reward`; the other fields of `Trajectory` are optional,
+            and so is `with_format("numpy")` or "torch". `info` is a dict, or one as a JSON string.
 
     Returns:
         One validated `Trajectory` per row, in order.
 
     Raises:
         ValueError: A column is missing, or a row is invalid; the message names the row and the field.
+        TypeError: A field of a row has the wrong type.
     """
     missing = [name for name in ("token_ids", "action_mask", "reward") if name not in dataset.column_names]
     if missing:
@@ -334,4 +231,6 @@ def trajectory_from_row(row: Mapping[str, Any], index: int) -> Trajectory:
     try:
         return _from_row(row)
     except (TypeError, ValueError) as error:
-        raise type(error)(f"row {index}: {error}") from error
+        # Not `type(error)(...)`: subclasses such as JSONDecodeError take other arguments.
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"row {index}: {error}") from error

@@ -69,8 +69,26 @@ def test_leave_one_out_and_unscaled():
     assert group_advantages([1.0, 0.0], ["g"] * 2, scale="none").advantages.tolist() == [0.5, -0.5]
 
 
-def test_without_baseline_the_reward_is_the_advantage():
-    assert group_advantages([1.0, 0.5], ["a", "b"], baseline="none", scale="none").advantages.tolist() == [1.0, 0.5]
+@pytest.mark.parametrize("scale", ["std", "none"])
+def test_without_baseline_the_reward_is_the_advantage(scale):
+    rewards, groups = [1.0, 1.0, 1.0, 1.0, 0.0, -0.5, NAN], ["a", "a", "a", "b", "b", "c", "c"]
+    found = group_advantages(rewards, groups, baseline="none", scale=scale, missing="ignore")
+    assert found.advantages.tolist() == [1.0, 1.0, 1.0, 1.0, 0.0, -0.5, 0.0]
+    assert found.live.tolist() == [True, True, True, True, False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("eps", "error", "message"),
+    [
+        (math.inf, ValueError, "`eps` must be finite and at least 0, got inf"),
+        (NAN, ValueError, "`eps` must be finite and at least 0, got nan"),
+        (-1e-6, ValueError, "`eps` must be at least 0, got -1e-06"),
+        ("small", TypeError, "`eps` must be a number, got 'small'"),
+    ],
+)
+def test_an_eps_that_is_no_small_number_is_refused(eps, error, message):
+    with pytest.raises(error, match=message):
+        group_advantages([1.0, 0.0], ["a", "a"], eps=eps)
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,11 @@ def test_means_are_means(counts):
     [
         ({"counts": [1], "mode": "mean"}, "`mode` must be one of"),
         ({"counts": [-1]}, "at least 0"),
-        ({"counts": [1], "mode": "constant"}, "needs `constant` greater than 0, got None"),
+        ({"counts": [1], "mode": "constant"}, "needs `constant`, a finite number greater than 0, got None"),
+        ({"counts": [1], "mode": "constant", "constant": float("inf")}, "greater than 0, got inf"),
+        ({"counts": [1], "mode": "sequence_constant", "constant": float("nan")}, "greater than 0, got nan"),
+        ({"counts": [1], "mode": "constant", "constant": "4"}, "greater than 0, got '4'"),
+        ({"counts": [1.0, float("inf")]}, "`counts` must be a flat list of finite numbers"),
         ({"counts": [1], "mode": "constant", "constant": 0}, "greater than 0, got 0"),
         ({"counts": [1], "constant": 4}, "takes none"),
         ({"counts": [1, 2], "mode": "group_mean"}, "one entry of `groups` for each of 2 counts, got none"),

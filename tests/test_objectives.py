@@ -77,3 +77,15 @@ def test_importance_weights_by_hand():
         weights(trainer, sampler, limit=1.0)
     with pytest.raises(ValueError, match="needs `segments`"):
         weights(trainer, sampler, level="sequence")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mode": "turncate"}, r"`mode` must be one of \('truncate', 'mask'\), got 'turncate'"),
+        ({"level": "sequnce"}, r"`level` must be one of \('token', 'sequence'\), got 'sequnce'"),
+    ],
+)
+def test_a_misspelt_correction_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        objectives.importance_weights(torch.zeros(1), torch.zeros(1), **options)

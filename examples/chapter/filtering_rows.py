@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from statistics import mean, stdev
 from typing import Any
 
-from examples.chapter.filtering import ARMS, ATTEMPTS, LEARNING_RATE, SLOWER_RATE, run_all
+from examples.chapter.filtering import ARMS, ATTEMPTS, Divisor, run_all
 from examples.chapter.table import Row, Section, percent
 from lit_rl.throughput import dead_group_share
 
 Runs = Sequence[dict[str, Any]]
 TAIL = 20
+SEEDS = 8
 PAIR = ("unfiltered", "last group")
 # Student's t for 95% intervals, by number of seeds.
 T_95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36}
@@ -23,16 +24,16 @@ def reproduce(quick: bool, processes: int = 2) -> Section:
     """Computes the section.
 
     Args:
-        quick: One seed, two arms and 12 iterations instead of four seeds, five arms (two of them also at the demo's
-            learning rate) and 60.
+        quick: One seed, two arms and 12 iterations instead of four seeds, five arms (two of them also with a mean
+            over tokens) and 60.
         processes: Runs at a time.
 
     Returns:
         Rows, and the runs for the picture.
     """
-    arms = [(arm, LEARNING_RATE) for arm in ARMS]
-    slower = [(arm, SLOWER_RATE) for arm in PAIR]
-    chosen, seeds = (arms[:2], range(1)) if quick else (arms + slower, range(4))
+    arms: list[tuple[str, Divisor]] = [(arm, "constant") for arm in ARMS]
+    means: list[tuple[str, Divisor]] = [(arm, "token_mean") for arm in PAIR]
+    chosen, seeds = (arms[:2], range(1)) if quick else (arms + means, range(SEEDS))
     runs = run_all(chosen, seeds, 12 if quick else 60, 16 if quick else ATTEMPTS, processes)
     section = Section("14.5", f"Filtering tasks by pass rate ({len(seeds)} seeds, {runs[0]['iterations']} iterations)")
     section.rows = rows_of(runs)
@@ -62,9 +63,11 @@ def rows_of(runs: Runs) -> list[Row]:
         Row("difference, filtered less unfiltered, by seed", "about -0.04", *difference(runs, "last group")),
         Row("a group is all-pass at pass rate 0.9", "43%", percent(dead_group_share(0.9, 8), 0)),
     ]
+    if len(full[0]["held_out"]) > 2:
+        rows.insert(-1, _at_half(full, hard))
     others = [arm for arm in ARMS if arm not in PAIR and of_arm(runs, arm)]
     rows += [row for arm in others for row in _other(runs, arm)]
-    return rows + (_slower(runs) if of_arm(runs, PAIR[0], SLOWER_RATE) else [])
+    return rows + (_with_means(runs) if of_arm(runs, PAIR[0], "token_mean") else [])
 
 
 def waste_rows(runs: Runs) -> list[Row]:
@@ -97,29 +100,28 @@ def _other(runs: Runs, arm: str) -> list[Row]:
     ]
 
 
-def _slower(runs: Runs) -> list[Row]:
-    full, hard = (of_arm(runs, arm, SLOWER_RATE) for arm in PAIR)
-    label = f"at learning rate {SLOWER_RATE:g}"
-    why = f"tasks saturate later than at {LEARNING_RATE:g}"
+def _with_means(runs: Runs) -> list[Row]:
+    full, hard = (of_arm(runs, arm, "token_mean") for arm in PAIR)
+    label = "`token_mean` instead of a constant divisor"
     late = f"{_shares(full)} and {_shares(hard)}"
     return [
         Row(f"{label}: episodes, last group", "-", _many(map(episodes, hard))),
-        Row(f"{label}: episodes saved", "-", percent(saved(runs, SLOWER_RATE), 0), why),
+        Row(f"{label}: episodes saved", "-", percent(saved(runs, "token_mean"), 0)),
         Row(f"{label}: zero-advantage groups, last {TAIL}, unfiltered and filtered", "-", late),
         Row(f"{label}: held-out pass rate, unfiltered", "-", _held_out(full)),
         Row(f"{label}: held-out pass rate, filtered", "-", _held_out(hard)),
-        Row(f"{label}: difference by seed", "-", *difference(runs, PAIR[1], SLOWER_RATE)),
+        Row(f"{label}: difference by seed", "-", *difference(runs, PAIR[1], "token_mean")),
     ]
 
 
-def of_arm(runs: Runs, arm: str, learning_rate: float = LEARNING_RATE) -> list[dict[str, Any]]:
-    """The runs of one arm at one learning rate, by seed."""
-    return [run for run in runs if run["arm"] == arm and run["learning_rate"] == learning_rate]
+def of_arm(runs: Runs, arm: str, normalization: Divisor = "constant") -> list[dict[str, Any]]:
+    """The runs of one arm with one normalization, by seed."""
+    return [run for run in runs if run["arm"] == arm and run["normalization"] == normalization]
 
 
-def saved(runs: Runs, learning_rate: float = LEARNING_RATE) -> float:
+def saved(runs: Runs, normalization: Divisor = "constant") -> float:
     """Share of the unfiltered arm's episodes that the hard filter did not sample."""
-    full, hard = (sum(map(episodes, of_arm(runs, arm, learning_rate))) for arm in PAIR)
+    full, hard = (sum(map(episodes, of_arm(runs, arm, normalization))) for arm in PAIR)
     return 1 - hard / full
 
 
@@ -134,19 +136,19 @@ def late_dead_share(run: dict[str, Any]) -> float:
     return sum(n * share for n, share in zip(groups, shares, strict=True)) / sum(groups)
 
 
-def difference(runs: Runs, arm: str, learning_rate: float = LEARNING_RATE) -> tuple[str, str]:
+def difference(runs: Runs, arm: str, normalization: Divisor = "constant") -> tuple[str, str]:
     """Held-out pass rate of an arm less that of the unfiltered one, paired by seed, and how to read it.
 
     Args:
         runs: As in `rows_of`.
         arm: The arm.
-        learning_rate: Of both.
+        normalization: Of both.
 
     Returns:
         Mean and standard error, and a sentence.
     """
-    full = {run["seed"]: run["held_out"][-1] for run in of_arm(runs, "unfiltered", learning_rate)}
-    pairs = [run["held_out"][-1] - full[run["seed"]] for run in of_arm(runs, arm, learning_rate)]
+    full = {run["seed"]: run["held_out"][-1] for run in of_arm(runs, "unfiltered", normalization)}
+    pairs = [run["held_out"][-1] - full[run["seed"]] for run in of_arm(runs, arm, normalization)]
     if len(pairs) < 2:
         return f"{pairs[0]:+.3f}", "one seed resolves nothing"
     error = stdev(pairs) / math.sqrt(len(pairs))
@@ -170,8 +172,16 @@ def mean_and_error(values: Sequence[float]) -> str:
     return f"{mean(values):.3f} ± {stdev(values) / math.sqrt(len(values)):.3f}"
 
 
-def _held_out(runs: Runs) -> str:
-    values = [run["held_out"][-1] for run in runs]
+def _at_half(full: Runs, hard: Runs) -> Row:
+    """What the unfiltered arm had reached at about as many episodes as the filtered one sampled in all."""
+    middle, iterations = len(full[0]["held_out"]) // 2, int(full[0]["iterations"]) // 2
+    spent, sampled = sum(full[0]["episodes"][:iterations]), mean(map(episodes, hard))
+    why = f"{spent:,.0f} episodes; the filtered arm sampled {sampled:,.0f} in all"
+    return Row(f"held-out pass rate, unfiltered, after {iterations} iterations", "-", _held_out(full, middle), why)
+
+
+def _held_out(runs: Runs, evaluation: int = -1) -> str:
+    values = [run["held_out"][evaluation] for run in runs]
     return f"{mean_and_error(values)} ({min(values):.2f} to {max(values):.2f})"
 
 

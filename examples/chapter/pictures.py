@@ -120,12 +120,11 @@ def draw_filtering(data: Mapping[str, Any]) -> Any:
     from matplotlib.ticker import MultipleLocator
 
     figure, axes = pyplot.subplots(1, 3, figsize=(14.5, 4.4), layout="constrained")
-    fastest = max(run["learning_rate"] for run in data["runs"])
     for arm in ("unfiltered", "last group"):
-        chosen = [run for run in data["runs"] if run["arm"] == arm and run["learning_rate"] == fastest]
+        chosen = [run for run in data["runs"] if run["arm"] == arm and run["normalization"] == "constant"]
         _draw_curves(axes[0], chosen, COLOURS[arm])
         _draw_rate(axes[1], chosen, COLOURS[arm])
-    _draw_ends(axes[2], data["runs"], fastest)
+    _draw_ends(axes[2], data["runs"])
     axes[0].set(
         xlabel="episodes sampled", ylabel="held-out pass rate", title="Held-out pass rate (thin: one seed, thick: mean)"
     )
@@ -159,14 +158,14 @@ def _draw_rate(axis: Any, runs: Sequence[Mapping[str, Any]], colour: str) -> Non
     axis.plot(range(1, len(middle) + 1), middle, color=colour, linewidth=2.2)
 
 
-def _draw_ends(axis: Any, runs: Sequence[Mapping[str, Any]], fastest: float) -> None:
-    """Full points at the main learning rate, hollow ones at a lower one."""
-    points: dict[tuple[str, float], list[tuple[float, float]]] = {}
+def _draw_ends(axis: Any, runs: Sequence[Mapping[str, Any]]) -> None:
+    """Full points with a constant divisor, hollow ones with a mean over tokens."""
+    points: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for run in runs:
-        points.setdefault((run["arm"], run["learning_rate"]), []).append((sum(run["episodes"]), run["held_out"][-1]))
-    for (arm, rate), ends in points.items():
-        colour, label = COLOURS[arm], arm if rate == fastest else f"{arm}, learning rate {rate:g}"
-        face = colour if rate == fastest else "none"
+        points.setdefault((run["arm"], run["normalization"]), []).append((sum(run["episodes"]), run["held_out"][-1]))
+    for (arm, normalization), ends in points.items():
+        colour, full = COLOURS[arm], normalization == "constant"
+        label, face = (arm, colour) if full else (f"{arm}, {normalization}", "none")
         axis.scatter(*zip(*ends, strict=True), facecolors=face, edgecolors=colour, s=40, alpha=0.85, label=label)
 
 

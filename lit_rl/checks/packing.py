@@ -19,9 +19,9 @@ def check_packing(
 ) -> Verdict:
     """Runs a few short random segments packed, alone, and with one of them replaced.
 
-    Isolation holds when no log-probability and no gradient of a segment moves with another segment's tokens, and
-    when each segment's log-probabilities are those of the trajectory alone. The model, its gradients, its attention,
-    its mode and the random state are left as they were.
+    Isolation holds when no log-probability and no gradient of a segment moves with another segment's tokens or with
+    later tokens of its own, and when each segment's log-probabilities are those of the trajectory alone. The model,
+    its gradients, its attention, its mode and the random state are left as they were.
 
     Args:
         policy: A `CausalLMPolicy`, checked in the layout it trains with; or a causal LM, checked as to whether it
@@ -33,7 +33,8 @@ def check_packing(
 
     Returns:
         The verdict. Its message names the first module that is to blame; its figures are `changed_nats`,
-        `gradient_share`, `future_nats`, `alone_nats`, `padded_nats` and `tolerance_nats` (see `Isolation`).
+        `gradient_share`, `future_nats`, `future_gradient_share`, `alone_nats`, `padded_nats` and `tolerance_nats`
+        (see `Isolation`).
 
     Raises:
         TypeError: `policy` is no module, or a model without the pieces that `CausalLMPolicy` needs.
@@ -75,6 +76,7 @@ def _figures(result: Isolation) -> dict[str, float]:
         "changed_nats": result.changed,
         "gradient_share": result.gradient,
         "future_nats": result.future,
+        "future_gradient_share": result.ahead,
         "alone_nats": result.alone,
         "padded_nats": result.padded,
         "tolerance_nats": result.tolerance,

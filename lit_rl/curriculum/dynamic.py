@@ -16,8 +16,10 @@ class DynamicSampling:
     """Asks for further tasks until `count` groups are live, for at most `limit` rounds.
 
     A round asks for as many tasks as live groups are still missing, none of them twice. The search ends when enough
-    groups are live, after `limit` rounds, or when no task is left to try. Groups without a signal stay in the data:
-    they were paid for, are counted, and cost the update nothing.
+    groups are live, after `limit` rounds, or when no task is left to try. Groups without a signal stay in the data,
+    for they were paid for, and are counted. With equal rewards they cost the update nothing. Those without a signal by
+    outcome alone (every attempt failed, or passed, while shaped rewards differ) have advantages and are trained on;
+    `ZeroAdvantageMonitor` counts them under names of their own.
 
     Args:
         limit: Most rounds per iteration, the first included; at least 1.
@@ -62,8 +64,8 @@ class DynamicSampling:
         tried: list[str] = []
         live = rounds = 0
         while live < count and rounds < self.limit:
-            clock = sampler.clock if rounds else iteration
-            task_ids = sampler.sample(count - live, iteration=clock, exclude=tried)
+            current = sampler.iteration if rounds else iteration
+            task_ids = sampler.sample(count - live, iteration=current, exclude=tried)
             if not task_ids:
                 break
             rounds += 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import numpy as np
@@ -96,12 +96,13 @@ class PassRate(ABC):
     """The estimate of a task that was never observed."""
 
     @abstractmethod
-    def update(self, state: Floats, passes: int, attempts: int, age: int) -> Floats:
+    def update(self, state: Floats, passes: float, attempts: int, age: int) -> Floats:
         """The state after one more group.
 
         Args:
             state: float64 [width].
-            passes: Passed attempts of the group.
+            passes: Passed attempts of the group; half a one more, or less, where rewards differ although none, or
+                all, passed (see `lit_rl.curriculum.signal.counted_passes`).
             attempts: Scored attempts of the group, at least 1.
             age: Iterations since the task was last observed.
 
@@ -123,6 +124,23 @@ class PassRate(ABC):
         posterior = self.posterior(states, ages)
         return Beliefs(value, groups, ages) if posterior is None else Beliefs(value, groups, ages, *posterior)
 
+    @property
+    def identity(self) -> str:
+        """Class and parameters as text, the same in every process: who made the states of a checkpoint.
+
+        Parameters are the fields of a dataclass, or the public attributes of another object, as far as they are
+        numbers, texts, booleans or `None`.
+
+        Example:
+            >>> BetaPosterior(memory=0.9).identity
+            'lit_rl.curriculum.pass_rate.BetaPosterior(memory=0.9, prior_passes=1.0, prior_fails=1.0)'
+        """
+        names = [field.name for field in fields(self)] if is_dataclass(self) else sorted(vars(self))
+        values = {name: getattr(self, name) for name in names if not name.startswith("_")}
+        primitive = {name: value for name, value in values.items() if isinstance(value, (int, float, str, type(None)))}
+        parameters = ", ".join(f"{name}={value!r}" for name, value in primitive.items())
+        return f"{type(self).__module__}.{type(self).__qualname__}({parameters})"
+
 
 @dataclass(frozen=True)
 class LastGroup(PassRate):
@@ -135,7 +153,7 @@ class LastGroup(PassRate):
 
     width = 1
 
-    def update(self, state: Floats, passes: int, attempts: int, age: int) -> Floats:
+    def update(self, state: Floats, passes: float, attempts: int, age: int) -> Floats:
         """Replaces the estimate."""
         return np.array([passes / attempts])
 
@@ -170,7 +188,7 @@ class MeanOfLast(PassRate):
         """Passed and scored attempts of each remembered group."""
         return 2 * self.groups
 
-    def update(self, state: Floats, passes: int, attempts: int, age: int) -> Floats:
+    def update(self, state: Floats, passes: float, attempts: int, age: int) -> Floats:
         """Puts the group in front and forgets the oldest."""
         return np.concatenate([[passes, attempts], state[:-2]])
 
@@ -201,7 +219,7 @@ class ExponentialAverage(PassRate):
     def __post_init__(self) -> None:
         in_range("decay", self.decay, 0.0, 1.0, open_above=True)
 
-    def update(self, state: Floats, passes: int, attempts: int, age: int) -> Floats:
+    def update(self, state: Floats, passes: float, attempts: int, age: int) -> Floats:
         """Adds the group's pass rate with weight 1 and lowers the weight of the earlier ones."""
         return self.decay * state + np.array([passes / attempts, 1.0])
 
@@ -244,7 +262,7 @@ class BetaPosterior(PassRate):
         """Mean of the prior."""
         return self.prior_passes / (self.prior_passes + self.prior_fails)
 
-    def update(self, state: Floats, passes: int, attempts: int, age: int) -> Floats:
+    def update(self, state: Floats, passes: float, attempts: int, age: int) -> Floats:
         """Adds the group's passes and fails to the faded earlier ones."""
         return state * self.memory**age + np.array([passes, attempts - passes])
 

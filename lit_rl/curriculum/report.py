@@ -35,6 +35,7 @@ class CurriculumReport:
         equal_partial: Groups without a signal with equal rewards in between.
         unscored: Groups without any reward.
         episodes: Attempts observed.
+        passes: Attempts that passed.
         predicted: Sum over the scored groups of the live probability believed beforehand.
         total_episodes: Attempts observed in earlier iterations.
         total_saved: Attempts not spent in earlier iterations, against filling every place asked for.
@@ -64,6 +65,7 @@ class CurriculumReport:
     equal_partial: int = 0
     unscored: int = 0
     episodes: int = 0
+    passes: int = 0
     predicted: float = 0.0
     total_episodes: int = 0
     total_saved: float = 0.0
@@ -85,10 +87,11 @@ class CurriculumReport:
         self.revisits += revisits
         self.stand_ins += stand_ins
 
-    def count_group(self, signal: Signal, *, episodes: int, predicted: float | None) -> None:
+    def count_group(self, signal: Signal, *, episodes: int, predicted: float | None, passes: int = 0) -> None:
         """Adds one observed group; `predicted` is `None` when nothing of it was scored."""
         self.groups += 1
         self.episodes += episodes
+        self.passes += passes
         setattr(self, signal, getattr(self, signal) + 1)
         self.predicted += predicted or 0.0
 

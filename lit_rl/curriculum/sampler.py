@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from lit_rl.curriculum import advice
 from lit_rl.curriculum.draws import draw_pass, draw_weighted, log_weights, longest_undrawn
 from lit_rl.curriculum.pass_rate import Beliefs, Floats, Integers, LastGroup, PassRate
 from lit_rl.curriculum.report import CurriculumReport, estimate_shares
 from lit_rl.curriculum.rules import Rule, Uniform, checked_scores
-from lit_rl.curriculum.signal import Signal, count_passes, group_signal
+from lit_rl.curriculum.signal import Signal, count_passes, counted_passes, group_signal, outcome_of
 from lit_rl.curriculum.table import TaskTable
 from lit_rl.curriculum.validation import distinct_ids, in_range, integer
 
@@ -100,6 +101,8 @@ class TaskSampler:
                 raise TypeError(f"`{name}` must be a {kind.__name__} object, got {value!r}")
         self.warn: Callable[[str], Any] = warnings.warn
         self.clock = -1
+        self._shift = 0
+        self._ended = False
         self.signals: dict[str, Signal] = {}
         self.report = CurriculumReport()
         self._draws = 0
@@ -122,13 +125,24 @@ class TaskSampler:
         """
         self._table.activate(distinct_ids(task_ids))
 
+    @property
+    def iteration(self) -> int:
+        """The current iteration as the caller counts; the clock goes on where the caller starts again at 0."""
+        return self.clock - self._shift
+
+    def end_iteration(self) -> None:
+        """Closes the current iteration, as at the end of a run: the next `sample` begins a new one, even at 0."""
+        self.report.start(asked=0)
+        self.signals = {}
+        self._ended = True
+
     def sample(self, count: int, *, iteration: int | None = None, exclude: Collection[str] = ()) -> list[str]:
         """Draws tasks for one rollout.
 
         Args:
             count: Places to fill, at least 1 and at most the number of tasks.
             iteration: The clock by which evidence ages and revisits are planned. `None` counts calls. A second call
-                with the same iteration is a further round of it.
+                with the same iteration is a further round of it, unless `end_iteration` came between.
             exclude: Tasks that must not be drawn. When this is not empty there are no revisits and no floor, so the
                 result may be empty.
 
@@ -162,17 +176,19 @@ class TaskSampler:
         return [self._table.ids[row] for row in chosen]
 
     def observe(
-        self, task_id: str | int, rewards: Sequence[float | None], outcomes: Sequence[float] | None = None
+        self, task_id: str | int, rewards: Sequence[float | None], outcomes: Sequence[float | None] | None = None
     ) -> Signal:
         """Learns from one group of attempts at a task.
 
         Args:
             task_id: A known task; it need not be active, so results may come late.
             rewards: [n] of the whole group; `None` or NaN where nobody could score: left out of the estimate.
-            outcomes: [n] what is compared with `threshold` where the reward is shaped; numbers or booleans.
+            outcomes: [n] what is compared with `threshold` where the reward is shaped; numbers or booleans, `None`
+                for an attempt that has none, which is not passed.
 
         Returns:
-            Whether the group has a signal, and if not why (see `group_signal`).
+            Whether the group has a signal, and if not why (see `group_signal`). Without outcomes, a group whose rewards
+            differ is never taken for certain, even where none, or all, of them reach `threshold`: see `counted_passes`.
         """
         table, row = self._table, self._table.row(str(task_id))
         signal = group_signal(rewards, outcomes, threshold=self.threshold)
@@ -183,9 +199,9 @@ class TaskSampler:
             return signal
         rows = np.array([row])
         predicted = float(self._beliefs(rows).live_probability(attempts)[0])
-        self.report.count_group(signal, episodes=len(rewards), predicted=predicted)
-        age = int(self._ages(rows)[0])
-        table["states"][row] = self.estimator.update(table["states"][row].copy(), passes, attempts, age)
+        self.report.count_group(signal, episodes=len(rewards), predicted=predicted, passes=passes)
+        age, worth = int(self._ages(rows)[0]), counted_passes(signal, passes, attempts)
+        table["states"][row] = self.estimator.update(table["states"][row].copy(), worth, attempts, age)
         table["groups"][row] += 1
         table["attempts"][row] += attempts
         table["observed_at"][row] = max(self.clock, 0)
@@ -193,6 +209,8 @@ class TaskSampler:
 
     def observe_trajectories(self, trajectories: Iterable[Trajectory]) -> None:
         """Learns from trajectories, group by group; `info["outcome"]`, where given, is what counts as passing.
+
+        In a group where some attempts have an outcome, one without (cut before its end, or failed) is not passed.
 
         Args:
             trajectories: Whole groups; trajectories without a task are left out.
@@ -202,9 +220,12 @@ class TaskSampler:
             if trajectory.task is not None:
                 groups.setdefault((trajectory.task, trajectory.group), []).append(trajectory)
         for (task_id, _), members in groups.items():
-            outcomes = [member.info.get("outcome") for member in members]
+            outcomes = [outcome_of(member.info) for member in members]
+            for member, outcome in zip(members, outcomes, strict=True):
+                if outcome is None and member.info.get("outcome") is not None:
+                    self.warn_once("outcome", advice.unusable_outcome(task_id, member.info["outcome"]))
             given = any(outcome is not None for outcome in outcomes)
-            self.observe(task_id, [member.reward for member in members], outcomes if given else None)  # type: ignore[arg-type]
+            self.observe(task_id, [member.reward for member in members], outcomes if given else None)
 
     def estimate(self, task_id: str | int) -> float:
         """The estimated pass rate of a task now; the estimator's `initial` before its first group."""
@@ -237,8 +258,10 @@ class TaskSampler:
     def state_dict(self) -> dict[str, Any]:
         """Everything that later draws depend on, as tensors and primitives."""
         return {
-            "estimator": repr(self.estimator),
+            "estimator": self.estimator.identity,
             "clock": self.clock,
+            "shift": self._shift,
+            "ended": self._ended,
             "draws": self._draws,
             "warned": sorted(self._warned),
             "table": self._table.state_dict(),
@@ -253,13 +276,13 @@ class TaskSampler:
                 task starts unobserved, with a warning.
         """
         self._table.load_state_dict(state["table"])
-        if state["estimator"] != repr(self.estimator):
+        stored = (str(state["estimator"]), int(self._table["states"].shape[1]))
+        own = (self.estimator.identity, self.estimator.width)
+        if stored != own:
             self._table.forget_observations(self.estimator.width)
-            self.warn(
-                f"the stored estimates were made by {state['estimator']}, this sampler uses {self.estimator!r}: every "
-                "task starts unobserved again"
-            )
+            self.warn(advice.other_estimator(stored, own))
         self.clock, self._draws = int(state["clock"]), int(state["draws"])
+        self._shift, self._ended = int(state["shift"]), bool(state["ended"])
         self._warned = set(state["warned"])
         self.report.load_state_dict(state["report"])
         self.signals = {}
@@ -271,8 +294,16 @@ class TaskSampler:
             self.warn(message)
 
     def _advance(self, count: int, iteration: int | None) -> None:
-        clock = self.clock + 1 if iteration is None else integer("iteration", iteration, 0)
+        clock = self.clock + 1 if iteration is None else integer("iteration", iteration, 0) + self._shift
+        if self._ended and clock <= self.clock:
+            # Another run counts from 0 again: evidence goes on aging from where it was.
+            self._shift += self.clock + 1 - clock
+            clock = self.clock + 1
+        self._ended = False
         if clock != self.clock:
+            message = advice.unreached(self.report, iteration=self.iteration, threshold=self.threshold)
+            if message is not None:
+                self.warn_once("threshold", message)
             self.clock = clock
             self.signals = {}
             self.report.start(asked=count)
@@ -300,17 +331,9 @@ class TaskSampler:
         """How many of the places that are no revisits must not stay empty."""
         floor = 0 if further_round else min(self.floor, places)
         if pool_size < floor:
-            self._warn_starved(pool_size, floor)
+            named = {"tasks": len(self.task_ids), "rule": self.rule, "floor": floor, "threshold": self.threshold}
+            self.warn_once("floor", advice.starved(self.report, pool_size=pool_size, **named))
         return places if self.refill == "full" else floor
-
-    def _warn_starved(self, pool_size: int, floor: int) -> None:
-        self.warn_once(
-            "floor",
-            f"{pool_size} of {len(self.task_ids)} tasks are in the pool of {self.rule!r}, fewer than floor={floor} "
-            f"({self.report.excluded_easy} excluded as easy, {self.report.excluded_hard} as hard; an attempt passes "
-            f"from threshold={self.threshold:g}). Excluded tasks stand in. Widen the rule, lower or raise "
-            "`threshold` to what your rewards reach, or add tasks",
-        )
 
     def _count_pool(self, rows: Integers, scores: Floats) -> None:
         excluded = scores == 0

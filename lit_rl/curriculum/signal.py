@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -13,7 +13,7 @@ Signal = Literal["live", "all_pass", "all_fail", "equal_partial", "unscored"]
 
 
 def group_signal(
-    rewards: Sequence[float | None], outcomes: Sequence[float] | None = None, *, threshold: float = 1.0
+    rewards: Sequence[float | None], outcomes: Sequence[float | None] | None = None, *, threshold: float = 1.0
 ) -> Signal:
     """Says whether a group of attempts can move the policy, and if not, why.
 
@@ -23,7 +23,8 @@ def group_signal(
 
     Args:
         rewards: [n] what the advantages are made of; `None` or NaN where nobody could score.
-        outcomes: [n] what counts as passing, when that is not the reward itself; numbers or booleans.
+        outcomes: [n] what counts as passing, when that is not the reward itself; numbers or booleans. `None` or NaN,
+            as for an attempt that was cut before its end, is not passed.
         threshold: Outcome from which an attempt counts as passed.
 
     Returns:
@@ -51,31 +52,69 @@ def group_signal(
 
 
 def count_passes(
-    rewards: Sequence[float | None], outcomes: Sequence[float] | None = None, *, threshold: float = 1.0
+    rewards: Sequence[float | None], outcomes: Sequence[float | None] | None = None, *, threshold: float = 1.0
 ) -> tuple[int, int]:
     """Counts passed and scored attempts of a group.
 
     Args:
         rewards: [n] numbers; `None` or NaN where nobody could score: such an attempt is left out.
-        outcomes: [n] what is compared with `threshold` in place of the reward.
+        outcomes: [n] what is compared with `threshold` in place of the reward; `None` or NaN is not passed.
         threshold: Outcome from which an attempt counts as passed.
 
     Returns:
         Passed attempts, scored attempts.
 
     Raises:
-        ValueError: The group is empty, a number is infinite, or `outcomes` has another length or a missing entry.
+        ValueError: The group is empty, a number is infinite, or `outcomes` has another length.
 
     Example:
-        >>> count_passes([1.0, 0.3, None]), count_passes([0.1, 0.3], outcomes=[True, True])
-        ((1, 2), (2, 2))
+        >>> count_passes([1.0, 0.3, None]), count_passes([0.1, 0.3], outcomes=[True, None])
+        ((1, 2), (1, 2))
     """
     scored, passed = _scored(rewards, outcomes, threshold)
     return int(passed.sum()), int(scored.size)
 
 
+def outcome_of(info: Mapping[str, Any]) -> float | None:
+    """The outcome that an environment gave for an attempt, or `None` where `info["outcome"]` is no finite number.
+
+    Example:
+        >>> outcome_of({"outcome": True}), outcome_of({}), outcome_of({"outcome": "solved"})
+        (1.0, None, None)
+    """
+    value = info.get("outcome")
+    if value is None or isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
+        return None
+    number = float(value)
+    return number if math.isfinite(number) else None
+
+
+def counted_passes(signal: Signal, passes: int, attempts: int) -> float:
+    """What a group's passes are worth to an estimator: a live group is never worth none, and never all.
+
+    Rewards that differ, all on one side of the threshold (fractions that never reach 1, say), are a signal, although
+    every attempt failed, or passed, by the threshold. Such a group counts half a pass, or half a fail: more than a
+    group without any, less than one with one, and never the certainty that excludes a task.
+
+    Args:
+        signal: Of the group, see `group_signal`.
+        passes: Passed attempts, see `count_passes`.
+        attempts: Scored attempts.
+
+    Returns:
+        `passes`, or 0.5, or `attempts - 0.5`.
+
+    Example:
+        >>> counted_passes("live", 0, 4), counted_passes("live", 4, 4), counted_passes("live", 1, 4)
+        (0.5, 3.5, 1.0)
+        >>> counted_passes("all_fail", 0, 4), counted_passes("equal_partial", 0, 4)
+        (0.0, 0.0)
+    """
+    return float(min(max(passes, 0.5), attempts - 0.5) if signal == "live" else passes)
+
+
 def _scored(
-    rewards: Sequence[float | None], outcomes: Sequence[float] | None, threshold: float
+    rewards: Sequence[float | None], outcomes: Sequence[float | None] | None, threshold: float
 ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
     values = _numbers(rewards, "rewards")
     if not values.size:
@@ -86,10 +125,7 @@ def _scored(
     goals = _numbers(outcomes, "outcomes")
     if goals.size != values.size:
         raise ValueError(f"`outcomes` has {goals.size} entries for {values.size} rewards; give one per attempt")
-    if np.isnan(goals[scored]).any():
-        index = int(np.flatnonzero(scored & np.isnan(goals))[0])
-        raise ValueError(f"`outcomes`[{index}] is missing; give an outcome for every scored attempt or for none")
-    return values[scored], goals[scored] >= threshold
+    return values[scored], goals[scored] >= threshold  # NaN, a missing outcome, reaches no threshold
 
 
 def _numbers(values: Any, name: str) -> NDArray[np.float64]:

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
+from lit_rl.options import as_integer
 
 
 def integer(name: str, value: Any, least: int) -> int:
     """An integer argument of at least `least`, or a clear error."""
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+    number = as_integer(value)
+    if number is None:
         raise TypeError(f"`{name}` must be an integer, got {value!r}")
-    if value < least:
+    if number < least:
         raise ValueError(f"`{name}` must be at least {least}, got {value}")
-    return int(value)
+    return number
 
 
 def distinct_ids(task_ids: Iterable[str | int]) -> list[str]:
@@ -23,9 +24,10 @@ def distinct_ids(task_ids: Iterable[str | int]) -> list[str]:
         raise TypeError(f"`task_ids` must be a sequence of ids, got the text {task_ids!r}")
     ids = []
     for index, task_id in enumerate(task_ids):
-        if isinstance(task_id, bool) or not isinstance(task_id, (str, int, np.integer)):
+        name = task_id if isinstance(task_id, str) else as_integer(task_id)
+        if name is None:
             raise TypeError(f"`task_ids`[{index}] must be a string (or an integer), got {task_id!r}")
-        ids.append(str(task_id))
+        ids.append(str(name))
     if not ids:
         raise ValueError("`task_ids` is empty; a curriculum needs at least one task")
     if len(set(ids)) < len(ids):

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from datasets import Dataset
 from lightning.pytorch import LightningDataModule
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
@@ -17,16 +18,18 @@ from typing_extensions import override
 
 from lit_rl import strategies
 from lit_rl.advantages import Baseline, Scale
-from lit_rl.data.evaluation import EvaluationRequest, Items, every_rank_loader, reward_statistics
+from lit_rl.data.concerns import concerns
+from lit_rl.data.evaluation import EvaluationRequest, every_rank_loader, prediction_requests, reward_statistics
 from lit_rl.data.iteration import Iteration, IterationOptions, Microbatches, build_iteration
 from lit_rl.data.loader import ResumableLoader
 from lit_rl.data.old_log_probs import sampler_log_probs, score_trajectories
 from lit_rl.data.sampler import TokenBudgetSampler
 from lit_rl.data.state import trajectories_from_state, trajectories_to_state
-from lit_rl.data.summary import Summary, as_trajectories, check_readable, summarize
+from lit_rl.data.summary import Summary, as_trajectories, check_readable, summarize, without_rewards
 from lit_rl.options import check_at_least, check_choices
 from lit_rl.policy.module import PolicyModule
 from lit_rl.rollout.collect import Rollouts
+from lit_rl.rollout.tasks import index_tasks
 from lit_rl.throughput.cost import segment_cost_of
 from lit_rl.trajectory import Trajectory
 
@@ -61,7 +64,8 @@ class PackedDataModule(LightningDataModule):
         seed: Of the partition into steps and the order of microbatches.
         num_workers: Processes that build microbatches ahead; 0 is right for trajectories in memory.
         validation_tasks: Held-out tasks, attempted with the source's environment in `Trainer.validate` and during
-            `fit`; logs `val/reward`, `val/pass_rate` and more.
+            `fit`; logs `val/reward`, `val/pass_rate` and more. `Trainer.predict` returns the trajectories of this
+            process, task by task; on several processes the last task's list may be empty.
         validation_attempts: Trajectories per held-out task.
         validation_data: Instead of tasks: held-out trajectories; logs `val/nats_per_token`.
 
@@ -125,25 +129,40 @@ class PackedDataModule(LightningDataModule):
         self.old_log_probs, self.seed, self.num_workers = old_log_probs, seed, num_workers
         self.validation_tasks, self.validation_attempts = validation_tasks, validation_attempts
         self._validation = None if validation_data is None else as_trajectories(validation_data)
+        declared = None if self.rollouts is None else self.rollouts.limits.max_trajectory_tokens
+        if declared is not None and declared > max_tokens and overlong == "raise":
+            raise ValueError(
+                f"`max_tokens` ({max_tokens}) is below the rollouts' `max_trajectory_tokens` ({declared}): one may "
+                "not fit; raise the one, lower the other, or choose `overlong='drop'` or 'truncate'"
+            )
+        if validation_tasks is not None and validation_data is not None:
+            raise ValueError("`validation_tasks` and `validation_data` exclude each other; give one of them")
         if validation_tasks is not None and self.rollouts is None:
             raise ValueError(
                 "`validation_tasks` need a `rollouts(...)` source to act in; give `validation_data` instead"
             )
+        if validation_tasks is not None:
+            index_tasks(validation_tasks, "validation_tasks")
         if validation_tasks is None and validation_data is None:
             # Lightning warns about an empty loader, but not where the hook is the base class's.
             self.val_dataloader = LightningDataModule.val_dataloader.__get__(self)  # type: ignore[method-assign]
         self.iteration: Iteration | None = None
         self.rollout_statistics: dict[str, float] = {}
         self.rollout_seconds = self.old_log_probs_seconds = 0.0
+        self._warned: set[str] = set()  # what is said once, however often it happens
         self._summary: Summary | None = None
         self._old: list[Tensor] | None = None
-        self._users_k: int | None = None
+        self._users: tuple[int, int] | None = None  # the Trainer's K and reloading before the fit
         self._restored: dict[str, Any] | None = None
 
     # --- Lightning hooks ---------------------------------------------------------------------------------------
 
     @override
     def setup(self, stage: str) -> None:
+        if stage == "validate" and self.validation_tasks is None and self._validation is None:
+            raise MisconfigurationException(
+                "there is nothing to validate on; give the data module `validation_tasks` or `validation_data`"
+            )
         if stage != "fit":
             return
         trainer = self._running
@@ -162,18 +181,22 @@ class PackedDataModule(LightningDataModule):
                 "with `old_log_probs='sampler'` ratios are taken against the sampler already, and `sampler_correction` "
                 "would correct nothing; use 'recompute', or leave one of them away"
             )
+        self._users = (trainer.accumulate_grad_batches, trainer.reload_dataloaders_every_n_epochs)
         trainer.reload_dataloaders_every_n_epochs = 1
-        self._users_k = trainer.accumulate_grad_batches
 
     @override
     def teardown(self, stage: str) -> None:
-        if stage == "fit" and self._users_k is not None:
-            # The Trainer may fit again, with other data: what was chosen for these is not the user's choice.
-            self._running.accumulate_grad_batches, self._users_k = self._users_k, None
+        if stage == "fit":
+            self._give_back()
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        self._give_back()  # After an exception Lightning calls no `teardown`.
 
     @override
     def train_dataloader(self) -> ResumableLoader:
         module, epoch = self._module(), self._running.current_epoch
+        module.sigterm.hold(self._running)
         self.rollout_seconds = self.old_log_probs_seconds = 0.0
         trajectories = self._take_restored(epoch)
         if trajectories is None:
@@ -182,20 +205,17 @@ class PackedDataModule(LightningDataModule):
         self._running.accumulate_grad_batches = iteration.plan.microbatches_per_step
         losses = {f"dropped/{reason}": float(number) for reason, number in iteration.dropped.items()}
         self.rollout_statistics |= losses | {"cut": float(iteration.cut)}
-        if iteration.cut or iteration.dropped["overlong"]:
-            rank_zero_warn(
-                f"of {len(iteration)} trajectories {iteration.dropped['overlong']} were dropped and {iteration.cut} "
-                f"were cut because they are longer than `max_tokens`={self.max_tokens}; the log counts them as "
-                "`rollout/dropped/overlong` and `rollout/cut`"
-            )
-        self._warn_of_cut_steps(iteration)
-        if not iteration.kept:
-            rank_zero_warn(f"iteration {epoch} has nothing to train on: {iteration.dropped}; its steps change nothing")
+        limit = self._running.limit_train_batches
+        for kind, message in concerns(iteration, limit):
+            if kind not in self._warned:
+                self._warned |= {kind} & {"nothing"}
+                rank_zero_warn(message)
         self._old = self._settle_old_log_probs(module)
         return self._loader(iteration, self._old)
 
     @override
     def val_dataloader(self) -> DataLoader:
+        self._module().sigterm.hold(self._running)
         if self.validation_tasks is not None:
             rank, world_size = self._place()
             request = EvaluationRequest(
@@ -207,7 +227,7 @@ class PackedDataModule(LightningDataModule):
             )
             return every_rank_loader([request])
         assert self._validation is not None
-        options = {"loss_on": "scored", "baseline": "none", "scale": "none", "num_steps": 1}
+        options = {"loss_on": "scored", "baseline": "none", "truncated": "keep", "num_steps": 1}
         return self._loader(self._plan(self._validation, self._module(), 0, **options), None)
 
     @override
@@ -216,9 +236,16 @@ class PackedDataModule(LightningDataModule):
             raise MisconfigurationException(
                 "`Trainer.predict` attempts `validation_tasks`; give them to the data module"
             )
-        attempts = self.validation_attempts
-        requests = [EvaluationRequest(self._rollouts(), [task], attempts=attempts) for task in self.validation_tasks]
-        return DataLoader(Items(requests), batch_size=None)
+        rank, world_size = self._place()
+        return every_rank_loader(
+            prediction_requests(
+                self._rollouts(),
+                list(self.validation_tasks),
+                attempts=self.validation_attempts,
+                rank=rank,
+                world_size=world_size,
+            )
+        )
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -227,7 +254,7 @@ class PackedDataModule(LightningDataModule):
         online = self.rollouts is not None
         return {
             "iteration": self.iteration.index,
-            "microbatches": self.iteration.plan.num_steps * self.iteration.plan.microbatches_per_step,
+            "microbatches": self._microbatches_in_use(self.iteration),
             "microbatches_per_step": self.iteration.plan.microbatches_per_step,
             "trajectories": trajectories_to_state(self.iteration.trajectories) if online else None,
             "old_log_probs": self._old,
@@ -237,7 +264,7 @@ class PackedDataModule(LightningDataModule):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if not state_dict:
+        if not state_dict or self._running.state.fn != TrainerFn.FITTING:
             return
         self._restored = state_dict
         if self.rollouts is not None and state_dict["task_sampler"] is not None:
@@ -256,6 +283,18 @@ class PackedDataModule(LightningDataModule):
         if self.trainer is None:
             raise MisconfigurationException("`PackedDataModule` plans for a Trainer; pass it to `trainer.fit`")
         return self.trainer
+
+    def _give_back(self) -> None:
+        """The Trainer may fit again, with other data: what was chosen for these is not the user's choice."""
+        trainer, self._restored = self._running, None
+        if self._users is not None:
+            trainer.accumulate_grad_batches, trainer.reload_dataloaders_every_n_epochs = self._users
+            self._users = None
+
+    def _microbatches_in_use(self, iteration: Iteration) -> int:
+        """Microbatches of an iteration on each rank, as far as `limit_train_batches` lets it go."""
+        planned = iteration.plan.num_steps * iteration.plan.microbatches_per_step
+        return int(min(planned, self._running.num_training_batches))
 
     def _module(self) -> PolicyModule:
         module = self._running.lightning_module
@@ -299,21 +338,13 @@ class PackedDataModule(LightningDataModule):
         self.rollout_statistics = reward_statistics(trajectories) | self._rollouts().last_statistics
         return trajectories
 
-    def _warn_of_cut_steps(self, iteration: Iteration) -> None:
-        limit, per_step = self._running.limit_train_batches, iteration.plan.microbatches_per_step
-        length = iteration.plan.num_steps * per_step
-        kept = min(limit, length) if isinstance(limit, int) else int(limit * length)
-        if kept % per_step:
-            rank_zero_warn(
-                f"`limit_train_batches={limit}` keeps {kept} of {length} microbatches, which ends inside a step of "
-                f"{per_step}: its gradient is only a part; limits count microbatches"
-            )
-
     def _plan(self, trajectories: Sequence[Trajectory], module: PolicyModule, epoch: int, **changes: Any) -> Iteration:
         if trajectories is self._trajectories:
             summary = self._summary = self._summary or summarize(trajectories)
         else:
             summary = summarize(trajectories)
+        if trajectories is self._validation or module.is_supervised:
+            summary = without_rewards(summary)
         assert module.policy is not None
         check_readable(summary, module.policy.model)
         num_steps = self._options.num_steps
@@ -329,7 +360,7 @@ class PackedDataModule(LightningDataModule):
             denominator=module.denominator,
             loss_on=module.loss_on,
             objective=strategies.planning_objective(self._running),
-            microbatches_per_step=self._users_k if (self._users_k or 1) > 1 and not changes else None,
+            microbatches_per_step=self._users[0] if self._users and self._users[0] > 1 and not changes else None,
             world_size=self._place()[1],
             seed=(self.seed, epoch),
         )
@@ -345,7 +376,8 @@ class PackedDataModule(LightningDataModule):
         if self._old is not None or not module.needs_old_log_probs:
             return self._old
         if self.old_log_probs == "sampler":
-            return sampler_log_probs(iteration.trajectories)
+            whole = sampler_log_probs(iteration.trajectories)
+            return [log_probs[:length] for log_probs, length in zip(whole, iteration.lengths, strict=True)]
         if iteration.plan.num_steps == 1:
             return None  # before the only update the policy is its own reference: the ratio is exactly 1
         assert module.policy is not None

@@ -65,6 +65,32 @@ class EvaluationRequest:
             )
 
 
+def prediction_requests(
+    rollouts: Rollouts, tasks: Sequence[Mapping[str, Any]], *, attempts: int, rank: int, world_size: int
+) -> list[EvaluationRequest]:
+    """Deals tasks out for prediction, one per request.
+
+    Args:
+        rollouts: How episodes are made.
+        tasks: The tasks, each with an "id".
+        attempts: Trajectories per task.
+        rank: Which share this process attempts.
+        world_size: Number of shares.
+
+    Returns:
+        This rank's requests, as many as every other rank's: where tasks run out, the last one has none. Under FSDP2
+        each request gathers the weights, for which all ranks have to be there.
+
+    Example:
+        >>> shares = [prediction_requests(None, list("abc"), attempts=1, rank=r, world_size=2) for r in (0, 1)]
+        >>> [[request.tasks for request in share] for share in shares]
+        [[['a'], ['c']], [['b'], []]]
+    """
+    rounds = math.ceil(len(tasks) / world_size)
+    dealt = [tasks[number * world_size :][:world_size] for number in range(rounds)]
+    return [EvaluationRequest(rollouts, share[rank : rank + 1], attempts=attempts) for share in dealt]
+
+
 def reward_statistics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Plain statistics of some trajectories, for the log.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -85,7 +85,7 @@ class Iteration:
         rewards: float64 [n]; NaN where unscored.
         groups: Group id of each.
         tasks: Task id of each.
-        truncated: bool [n].
+        truncated: bool [n]: by the rollout, or to the token budget.
         advantages: float64 [n].
         live: bool [n]: has scored tokens and an advantage other than 0.
         kept: Indices of the trajectories in the plan.
@@ -216,6 +216,10 @@ def build_iteration(
     ).advantages
     fitted = fit_lengths(summary.lengths, options.max_tokens, overlong=options.overlong)
     fitting, lengths = fitted.kept.tolist(), fitted.lengths.tolist()
+    shortened = [number for number, length in zip(fitting, lengths, strict=True) if length < summary.lengths[number]]
+    truncated = summary.truncated.clone()
+    truncated[shortened] = True
+    summary = replace(summary, truncated=truncated)
     counts = _scored_counts(trajectories, summary, fitting, lengths, options)
     has_scores = torch.tensor(counts, dtype=torch.int64) > 0
     live = has_scores & (advantages != 0)

@@ -16,6 +16,7 @@ class LoaderState(TypedDict):
     microbatches_done: int
     world_size: int
     microbatches: int
+    plan: str
 
 
 class ResumableLoader(DataLoader):
@@ -65,6 +66,7 @@ class ResumableLoader(DataLoader):
             "microbatches_done": self._done,
             "world_size": self._token_budget_sampler.num_replicas,
             "microbatches": len(self),
+            "plan": self._token_budget_sampler.plan.fingerprint,
         }
 
     def load_state_dict(self, state: LoaderState) -> None:
@@ -74,8 +76,8 @@ class ResumableLoader(DataLoader):
             state: What `state_dict` gave.
 
         Raises:
-            ValueError: The pass was planned for another number of processes or microbatches, so that its position
-                means nothing here.
+            ValueError: The pass was planned otherwise, for other data or another number of processes, so that its
+                position means nothing here.
         """
         here = self.state_dict()
         at_the_end = state["microbatches_done"] in (0, state["microbatches"])
@@ -87,5 +89,11 @@ class ResumableLoader(DataLoader):
                     f"microbatches with {here['world_size']} processes now; resume with the same number of processes "
                     "and the same data, or from a checkpoint taken at the end of an iteration"
                 )
+        if state["plan"] != here["plan"] and not at_the_end:
+            raise ValueError(
+                f"the checkpoint stopped after {state['microbatches_done']} of {state['microbatches']} microbatches of "
+                "another plan: its trajectories, their order, `seed`, `partition`, `cost` or the normalization's "
+                "options were others; give the same ones, or resume from a checkpoint taken at the end of an iteration"
+            )
         finished = state["microbatches_done"] == state["microbatches"]
         self._resume_from = here["microbatches"] if finished else state["microbatches_done"]

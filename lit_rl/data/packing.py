@@ -13,6 +13,8 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from lit_rl.options import as_integer
+
 Lengths = Sequence[int] | npt.NDArray[np.integer[Any]] | Tensor
 Overlong = Literal["raise", "drop", "truncate"]
 Empty = Literal["raise", "skip"]
@@ -135,11 +137,12 @@ def as_count(value: Any, name: str) -> int:
         >>> as_count(8, "max_tokens")
         8
     """
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+    count = as_integer(value)
+    if count is None:
         raise TypeError(f"`{name}` must be an integer of at least 1, got {value!r} ({type(value).__name__})")
-    if value < 1:
+    if count < 1:
         raise ValueError(f"`{name}` must be at least 1, got {value}")
-    return int(value)
+    return count
 
 
 def check_choice(value: Any, name: str, allowed: tuple[str, ...]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 Layout = Literal["packed", "padded"]
@@ -97,6 +99,11 @@ class StepPlan:
             tuple(sorted(index for rank in step for microbatch in rank for index in microbatch))
             for step in self.microbatches
         )
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Equal for equal plans of the same tokens, in any process: whether a position in one means anything."""
+        return hashlib.sha256(repr((self.microbatches, self.num_tokens)).encode()).hexdigest()[:16]
 
     def for_rank(self, rank: int) -> list[Microbatch]:
         """What one rank computes, in order: the K microbatches of the first step, then those of the next.

@@ -16,7 +16,7 @@ def settle_progress(checkpoint: dict[str, Any], *, iteration: int, microbatches:
     Args:
         checkpoint: As Lightning loaded it; changed in place.
         iteration: The iteration (epoch) it was saved in.
-        microbatches: Microbatches of this iteration on each rank.
+        microbatches: Microbatches of this iteration on each rank, as far as the Trainer's limit lets it go.
         per_step: Microbatches of each optimizer step.
 
     Example:
@@ -33,9 +33,9 @@ def settle_progress(checkpoint: dict[str, Any], *, iteration: int, microbatches:
     """
     loop = checkpoint["loops"]["fit_loop"]
     batch, epoch = loop["epoch_loop.batch_progress"], loop["epoch_progress"]
-    done = min(batch["current"]["processed"], microbatches)
-    ended = epoch["current"]["processed"] > iteration
-    done = microbatches if ended else done - done % per_step
+    done = batch["current"]["processed"] if epoch["current"]["started"] > iteration else 0
+    # Whether the epoch counts as processed says nothing: `max_steps` and `should_stop` end one before its time.
+    done = microbatches if done >= microbatches else done - done % per_step
     steps = loop["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]["total"]["completed"]
     between = done in (0, microbatches)
     finished = iteration + (done == microbatches)

@@ -15,6 +15,7 @@ from lit_rl.data.packing import Lengths, as_count, as_lengths
 from lit_rl.data.partition import Groups, Partition, group_ids
 from lit_rl.data.plan import Layout, StepPlan
 from lit_rl.data.planner import MicrobatchesError, plan_partition, plan_steps
+from lit_rl.options import as_integer
 
 # Random partitions into steps that are tried for an epoch before the one that is known to fit is used again.
 PARTITIONS_TRIED = 32
@@ -130,11 +131,12 @@ class TokenBudgetSampler(DistributedSampler[list[int]]):
         return sampler
 
     def _setup(self, count: int, world_size: int, rank: int) -> None:
-        if isinstance(rank, bool) or not isinstance(rank, int):
+        place = as_integer(rank)
+        if place is None:
             raise TypeError(f"`rank` must be an integer, got {rank!r}")
-        if not 0 <= rank < world_size:
+        if not 0 <= place < world_size:
             raise ValueError(f"`rank` is {rank}, expected 0 to {world_size - 1} for {world_size} ranks")
-        super().__init__(range(count), num_replicas=world_size, rank=rank)  # type: ignore[arg-type]
+        super().__init__(range(count), num_replicas=world_size, rank=place)  # type: ignore[arg-type]
         self.skip = 0
 
     def _seed(self, attempt: int) -> tuple[int, ...]:

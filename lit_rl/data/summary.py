@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor, nn
 
+from lit_rl.rollout.decoding import model_context
 from lit_rl.trajectory import Trajectory, trajectory_from_row
 
 if TYPE_CHECKING:
@@ -115,7 +117,7 @@ def summarize(trajectories: Sequence[Trajectory]) -> Summary:
 
 
 def check_readable(summary: Summary, model: nn.Module) -> None:
-    """Refuses trajectories that a transformers model cannot look up, before it fails deep inside.
+    """Refuses trajectories that a transformers model cannot look up, and warns of ones it was not made for.
 
     Args:
         summary: Of the trajectories.
@@ -126,8 +128,8 @@ def check_readable(summary: Summary, model: nn.Module) -> None:
     """
     embeddings = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None  # type: ignore[operator]
     ids = getattr(embeddings, "num_embeddings", None)
-    config = getattr(model, "config", None)
-    positions = getattr(config, "max_position_embeddings", None) if _has_position_table(model) else None
+    declared = model_context(model)
+    positions = declared if _has_position_table(model) else None
     for number, (largest, length) in enumerate(zip(summary.largest_ids, summary.lengths, strict=True)):
         if ids is not None and largest >= ids:
             raise ValueError(
@@ -139,6 +141,25 @@ def check_readable(summary: Summary, model: nn.Module) -> None:
                 f"trajectory {number} (task {summary.tasks[number]!r}) has {length} tokens, but the model has "
                 f"{positions} positions; cut it, or lower `max_tokens` with `overlong='truncate'`"
             )
+    longest = max(summary.lengths, default=0)
+    if isinstance(declared, int) and longest > declared:
+        warnings.warn(
+            f"the longest trajectory has {longest} tokens, but the model's configuration says "
+            f"`max_position_embeddings`={declared}: it computes them, and was not trained for them",
+            stacklevel=2,
+        )
+
+
+def without_rewards(summary: Summary) -> Summary:
+    """The same for a loss that needs no rewards: a missing one is no reason to leave a trajectory out.
+
+    Args:
+        summary: Of any trajectories.
+
+    Returns:
+        A summary with 0 in place of missing rewards.
+    """
+    return replace(summary, rewards=summary.rewards.nan_to_num(0.0))
 
 
 def as_trajectories(source: Any) -> Sequence[Trajectory]:

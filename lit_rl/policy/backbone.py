@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 
 def base_model_of(model: nn.Module) -> nn.Module:
@@ -52,6 +52,29 @@ def accepted_names(module: nn.Module, *names: str) -> list[str]:
     parameters = inspect.signature(module.forward).parameters
     takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
     return [name for name in names if takes_all or name in parameters]
+
+
+def load_causal_lm(path: str, argument: str) -> nn.Module:
+    """A transformers causal LM from a folder or hub id, with an error that says which argument named it.
+
+    Args:
+        path: For `AutoModelForCausalLM.from_pretrained`.
+        argument: Name of the argument that held it.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: There is no such model, or it is no causal LM.
+    """
+    try:
+        return AutoModelForCausalLM.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"`{argument}`={path!r} could not be loaded; give a folder that `save_pretrained` wrote, or the hub id of "
+            f"a causal language model ({reason})"
+        ) from error
 
 
 def mention_extra_losses(model: nn.Module) -> None:

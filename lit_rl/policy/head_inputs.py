@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lit_rl.options import as_integer
 from lit_rl.policy.head_products import HeadInputs
 
 
@@ -43,9 +44,10 @@ def check_count(name: str, value: int | None) -> None:
     """
     if value is None:
         return
-    if isinstance(value, bool) or not isinstance(value, int):
+    count = as_integer(value)
+    if count is None:
         raise TypeError(f"`{name}` must be a whole number, got {type(value).__name__}.")
-    if value < 1:
+    if count < 1:
         raise ValueError(f"`{name}` must be at least 1, got {value}.")
 
 

@@ -16,6 +16,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from lit_rl.data.batch import Layout, PackedBatch
+from lit_rl.policy.precision import least_precise
 from lit_rl.policy.probe import LENGTHS, Isolated, Probe, device_of, make_probe, positions_of
 from lit_rl.policy.probing import first_changed_module
 
@@ -35,6 +36,7 @@ class Isolation:
         changed: Largest change in nats of a log-probability when another segment's tokens were replaced.
         gradient: Largest gradient of a segment's loss at another segment's tokens, relative to its own.
         future: Largest change in nats of a log-probability when a later token of its own segment was replaced.
+        ahead: Largest gradient of a segment's loss at its own last token, which predicts nothing, relative to the rest.
         alone: Largest difference in nats between a segment in the microbatch and the trajectory alone.
         padded: The same for rows of one segment with padding on the right.
         tolerance: Nats that rounding explains in the precision of the model.
@@ -44,6 +46,7 @@ class Isolation:
     changed: float
     gradient: float
     future: float
+    ahead: float
     alone: float
     padded: float
     tolerance: float
@@ -57,7 +60,7 @@ class Isolation:
     @property
     def is_causal(self) -> bool:
         """True when no token depends on later ones, padding included."""
-        return self.future <= _SAME_SHAPE * self.tolerance
+        return self.future <= _SAME_SHAPE * self.tolerance and self.ahead <= _GRADIENT_TOLERANCE
 
     @property
     def ok(self) -> bool:
@@ -77,7 +80,8 @@ class Isolation:
         if not self.is_causal:
             return (
                 f"the model is not causal: replacing a later token of the same segment moved a log-probability by "
-                f"{self.future:.3g} nats{module}"
+                f"{self.future:.3g} nats, and {self.ahead:.2g} of a segment's gradient is at its last token, which no "
+                f"prediction may see{module}"
             )
         if self.alone > self.tolerance:
             return (
@@ -122,14 +126,16 @@ def measure_isolation(
     others = probe.batch.scored_segments != probe.replaced
     together = _run(policy, probe.batch, others)
     with torch.no_grad():
-        replaced, later, padded = (policy(x).log_probs for x in (probe.changed, probe.future, probe.padded))
+        replaced, padded = (policy(x).log_probs for x in (probe.changed, probe.padded))
+        first, later = (policy(x).log_probs for x in (probe.first, probe.future))
     runs = [_run_alone(policy, batch) for batch in probe.alone]
     alone = torch.cat([run.log_probs for run in runs])
     largest = max((float(run.gradient.abs().max()) for run in runs if run.gradient.numel()), default=0.0)
     result = Isolation(
         changed=_distance(together.log_probs[others], replaced[others]),
-        gradient=_leaked_gradient(together, probe, largest),
-        future=_distance(together.log_probs[probe.early], later[probe.early]),
+        gradient=_share_at(together, positions_of(probe.batch, [probe.replaced]), largest),
+        future=_distance(first, later),
+        ahead=_share_at(together, _last_positions(probe), largest),
         alone=_distance(together.log_probs, alone),
         padded=_distance(padded, alone),
         tolerance=allowed,
@@ -219,11 +225,18 @@ def _captured_embeddings(embedding: nn.Module | None, captured: list[Tensor]) ->
         handle.remove()
 
 
-def _leaked_gradient(run: _Run, probe: Probe, scale: float) -> float:
-    """Gradient at the replaced segment's tokens, which no counted log-probability may depend on."""
+def _share_at(run: _Run, positions: list[int], scale: float) -> float:
+    """Gradient at tokens that no counted log-probability may depend on."""
     if run.gradient.numel() == 0 or scale == 0.0:
         return 0.0
-    return float(run.gradient[positions_of(probe.batch, [probe.replaced])].abs().max()) / scale
+    return float(run.gradient[positions].abs().max()) / scale
+
+
+def _last_positions(probe: Probe) -> list[int]:
+    """Flat index of the last token of each segment that predicts something, the replaced one's left out."""
+    lengths = probe.batch.segment_lengths.tolist()
+    chosen = [index for index, length in enumerate(lengths) if length > 1 and index != probe.replaced]
+    return [positions_of(probe.batch, [index])[-1] for index in chosen]
 
 
 def _culprit(result: Isolation, policy: Isolated, probe: Probe) -> str | None:
@@ -246,11 +259,8 @@ def _culprit(result: Isolation, policy: Isolated, probe: Probe) -> str | None:
 
 
 def rounding(model: nn.Module, device: torch.device) -> float:
-    """Nats that rounding explains, by the least precise number in the computation: a parameter's, or autocast's."""
-    used = {parameter.dtype for parameter in model.parameters()} & _TOLERANCE.keys()
-    if torch.is_autocast_enabled(device.type):
-        used.add(torch.get_autocast_dtype(device.type))
-    return max((_TOLERANCE[dtype] for dtype in used), default=_TOLERANCE[torch.float32])
+    """Nats that rounding explains, by the least precise number in the computation."""
+    return _TOLERANCE[least_precise(model, device)]
 
 
 def _distance(a: Tensor, b: Tensor) -> float:

@@ -23,9 +23,10 @@ from lit_rl.data.progress import settle_progress
 from lit_rl.normalization import Denominator, Normalization, loss_weights
 from lit_rl.objectives import DEFAULT_CLIPS, Correction, CorrectionLevel, ObjectiveName
 from lit_rl.options import check_above, check_at_least, check_choices, check_real
+from lit_rl.policy.backbone import load_causal_lm
 from lit_rl.policy.causal_lm import CausalLMPolicy
 from lit_rl.policy.reference import build_reference, match_layout, score_reference
-from lit_rl.policy.step_loss import check_losses, explain_loss, required
+from lit_rl.policy.step_loss import check_losses, explain_gradient, explain_loss, required
 from lit_rl.policy.step_metrics import StepSums, with_prefix
 from lit_rl.trajectory import Trajectory
 
@@ -37,8 +38,8 @@ class PolicyModule(LightningModule):
 
     Subclass it and override `objective` for another loss, or `configure_optimizers` for another optimizer. The loss
     of a step is the sum over its scored tokens of weight x loss, with weights decided on the whole step by the data
-    module, so neither the number of microbatches nor of processes changes the gradient. A step without any token
-    that has a gradient leaves weights and optimizer state alone and is counted in `train/steps_without_signal`.
+    module, so neither the number of microbatches nor of processes changes the gradient. A step whose gradient is
+    exactly 0 leaves weights and optimizer state alone and is counted in `train/steps_without_signal`.
 
     Dropout is switched off: with it, the ratio to the sampler would be noise.
 
@@ -142,6 +143,7 @@ class PolicyModule(LightningModule):
         self.learning_rate, self.weight_decay, self.warmup_steps = learning_rate, weight_decay, warmup_steps
         self.loss_on = loss_on or self._default_loss_on()
         self.steps_without_signal = 0
+        self.sigterm = strategies.HeldSigterm()
         self.policy: CausalLMPolicy | None = None
         self.reference: CausalLMPolicy | None = None
         self._reference_source = reference
@@ -221,8 +223,7 @@ class PolicyModule(LightningModule):
         """Builds the policy from a path, and shards it when the strategy asks for it."""
         if self.policy is None:
             assert self._model_path is not None
-            network = AutoModelForCausalLM.from_pretrained(self._model_path)
-            self._set_policy(network)
+            self._set_policy(load_causal_lm(self._model_path, "model"))
         if strategies.is_sharding(self._trainer):
             # Probing needs whole weights, so it comes before they are split.
             self._prepare_policy()
@@ -238,6 +239,7 @@ class PolicyModule(LightningModule):
                 "`automatic_optimization=False` would never step; override `configure_optimizers` instead"
             )
         self._prepare_policy()
+        self._sums, self._seen = StepSums(), []  # a fit that was broken off may have begun a step
         for policy in filter(None, (self.policy, self.reference)):
             policy.train()  # a loaded model is in evaluation mode, where activation checkpointing is off
 
@@ -266,20 +268,25 @@ class PolicyModule(LightningModule):
 
     @override
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self._sums.add_total("sigterm", torch.tensor(self.sigterm.received, device=self.device))
         metrics = self._sums.reduce(lambda sums: strategies.sum_over_ranks(self.trainer, sums))
+        if metrics.pop("sigterm"):
+            self.sigterm.release()
         seen, self._seen = self._seen, []
         if not math.isfinite(metrics.get("loss", 0.0)):
             raise ValueError(explain_loss(metrics["loss"], seen))
-        if metrics.get("tokens_with_signal", 0.0) == 0.0:
+        metrics["grad_norm"] = strategies.gradient_norm(self.parameters())
+        if not math.isfinite(metrics["grad_norm"]) and not strategies.scales_gradients(self.trainer):
+            raise ValueError(explain_gradient(metrics["grad_norm"], dict(self.named_parameters())))
+        if metrics["grad_norm"] == 0.0:
             # Without gradients every torch optimizer leaves parameter and state alone, weight decay included.
             self.zero_grad(set_to_none=True)
             self.steps_without_signal += 1
             if self.steps_without_signal == 1:
                 rank_zero_warn(
-                    "a step had no token with a gradient (all advantages 0 or masked): weights left as they are; "
+                    "the gradient of a step is exactly 0 (all advantages 0 or masked): weights left as they are; "
                     "`train/steps_without_signal` counts further ones"
                 )
-        metrics["grad_norm"] = strategies.gradient_norm(self.parameters())
         metrics["steps_without_signal"] = float(self.steps_without_signal)
         self.log_dict(with_prefix("train", metrics), on_step=True, on_epoch=False, batch_size=1)
 
@@ -302,9 +309,8 @@ class PolicyModule(LightningModule):
         log_probs = self._policy()(batch).log_probs
         sums = torch.stack([-log_probs.double().sum(), log_probs.new_tensor(log_probs.numel(), dtype=torch.float64)])
         nats, tokens = strategies.sum_over_ranks(self.trainer, sums).tolist()
-        self.log(
-            "val/nats_per_token", nats / max(tokens, 1.0), on_epoch=True, batch_size=max(int(tokens), 1), sync_dist=True
-        )
+        if tokens:
+            self.log("val/nats_per_token", nats / tokens, on_epoch=True, batch_size=int(tokens), sync_dist=True)
 
     @override
     def predict_step(self, batch: EvaluationRequest, batch_idx: int) -> list[Trajectory]:
@@ -321,6 +327,11 @@ class PolicyModule(LightningModule):
         if data and "microbatches" in data and "loops" in checkpoint:
             counts = {"microbatches": data["microbatches"], "per_step": data["microbatches_per_step"]}
             settle_progress(checkpoint, iteration=data["iteration"], **counts)
+
+    @property
+    def is_supervised(self) -> bool:
+        """Whether the loss needs no rewards."""
+        return self.objective_name == "supervised" and not self._overrides_objective()
 
     @property
     def needs_old_log_probs(self) -> bool:
@@ -438,7 +449,6 @@ class PolicyModule(LightningModule):
         self._sums.add_total("loss", loss)
         self._sums.add_total("scored_tokens", loss.new_tensor(float(batch.num_scored)))
         self._sums.add_total("live_tokens", live)
-        self._sums.add_total("tokens_with_signal", live if self.loss_on == "live" else weights != 0)
         for name, values in self.token_metrics(log_probs, batch).items():
             self._sums.add_mean(name, values)
         if batch.reference_log_probs is not None:

@@ -41,19 +41,19 @@ class Probe:
     Args:
         batch: In the layout in question.
         changed: The same with every token of one segment replaced.
-        future: The same with the last token of every segment replaced.
+        first: `batch`, but every prediction is asked for its segment's first token instead of the one that follows.
+        future: `first` with the last token of every segment replaced: no prediction may look at it, not even its own.
         padded: In rows of one, padded on the right.
         alone: Each segment in a microbatch of its own, without padding.
-        early: bool [M] the scored tokens that are not the last of their segment.
         replaced: Which segment `changed` replaces: one with neighbours on both sides.
     """
 
     batch: PackedBatch
     changed: PackedBatch
+    first: PackedBatch
     future: PackedBatch
     padded: PackedBatch
     alone: list[PackedBatch]
-    early: Tensor
     replaced: int
 
 
@@ -97,16 +97,21 @@ def make_probe(
     return Probe(
         batch=collate(same, layout=layout).to(device),
         changed=collate(changed, layout=layout).to(device),
-        future=collate(future, layout=layout).to(device),
+        first=_asked_for_first(collate(same, layout=layout)).to(device),
+        future=_asked_for_first(collate(future, layout=layout)).to(device),
         padded=collate(same, layout="padded").to(device),
         alone=[collate([trajectory], layout="padded").to(device) for trajectory in same],
-        early=torch.cat([end[1:] == 0 for end in last]).to(device),
         replaced=middle,
     )
 
 
 def _trajectory(ids: Tensor) -> Trajectory:
     return Trajectory(ids, torch.ones(len(ids), dtype=torch.bool), 0.0)
+
+
+def _asked_for_first(batch: PackedBatch) -> PackedBatch:
+    # A replaced last token changes what its own prediction is asked for; the first token of a segment stays.
+    return batch.replace(scored=batch.segment_starts[batch.scored_segments])
 
 
 def vocabulary_of(policy: Isolated) -> int:

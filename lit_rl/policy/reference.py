@@ -8,10 +8,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 
 from lit_rl.data.batch import PackedBatch
+from lit_rl.policy.backbone import load_causal_lm
 from lit_rl.policy.causal_lm import CausalLMPolicy
 from lit_rl.policy.probe import vocabulary_of
 
@@ -35,8 +36,12 @@ def build_reference(policy: CausalLMPolicy, source: str | nn.Module | None, **ar
         return None
     if source is policy.model:
         raise ValueError("`reference` is the model that is trained; give a copy, or leave it away: then one is made")
+    if source is not None and not isinstance(source, (str, nn.Module)):
+        raise TypeError(f"`reference` must be a path or a torch module, got {type(source).__name__}")
+    if isinstance(source, (CausalLMPolicy, LightningModule)):
+        raise TypeError(f"`reference` is a {type(source).__name__}; give the model inside it")
     if isinstance(source, str):
-        network: nn.Module = AutoModelForCausalLM.from_pretrained(source)
+        network: nn.Module = load_causal_lm(source, "reference")
     else:
         network = copy.deepcopy(policy.model) if source is None else source
     return CausalLMPolicy(network.requires_grad_(False), **arguments)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -86,7 +87,32 @@ def explain_loss(loss: float, seen: list[tuple[PackedBatch, Tensor]]) -> str:
                 f"{float(log_probs[token])}; the weights were not updated. Look for weights that are not finite, a "
                 "learning rate that is too large, or a precision that overflows"
             )
+    for name in ("advantages", "weights", "old_log_probs", "sampler_log_probs", "reference_log_probs"):
+        fields = [value for batch, _ in seen if (value := getattr(batch, name)) is not None]
+        bad_values = sum(int((~torch.isfinite(value)).sum()) for value in fields)
+        if bad_values:
+            return f"the loss of a step is {loss}: {bad_values} of `{name}` are not finite; weights were not updated"
     return (
-        f"the loss of a step is {loss} although this rank's log-probabilities are finite; weights were not updated. "
-        "Look at `objective`, advantages and old log-probabilities, or at the other ranks' messages"
+        f"the loss of a step is {loss} although everything this rank gave to `objective` is finite; weights were not "
+        "updated. Look for a division by 0 or an overflow in `objective`, or at the other ranks' messages"
+    )
+
+
+def explain_gradient(norm: float, parameters: Mapping[str, Tensor]) -> str:
+    """Names the first parameter whose gradient is no number.
+
+    Args:
+        norm: Of the whole gradient; not finite.
+        parameters: Parameter by name, with gradients.
+
+    Returns:
+        What happened and where to look.
+    """
+    gradients = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
+    parts = {name: getattr(gradient, "to_local", lambda part=gradient: part)() for name, gradient in gradients.items()}
+    first = next((name for name, part in parts.items() if not bool(torch.isfinite(part).all())), None)
+    where = "the norm overflows" if first is None else f"that of `{first}` is the first with NaN or infinite values"
+    return (
+        f"the loss of a step is finite, but the norm of its gradient is {norm}: {where}; the weights were not updated. "
+        "Look at the derivative of `objective` (a root or a logarithm at 0), or at a precision that overflows"
     )

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from lit_rl.curriculum import DynamicSampling, TaskSampler
 from lit_rl.rollout.decoding import model_context, model_end_ids
+from lit_rl.rollout.decoding_choice import vocabulary_of
 from lit_rl.rollout.engine import Engine, TransformersEngine
 from lit_rl.rollout.environment import Environment
 from lit_rl.rollout.episode import Episode, Limits
@@ -51,8 +51,8 @@ class Rollouts:
         batch_size: The most episodes generated together by the default engine; `None` takes all at once.
         max_new_tokens: The most tokens sampled in one turn.
         max_turns: The most actions in an episode.
-        max_trajectory_tokens: The most tokens of a trajectory. `None` is what the model's configuration says it can
-            read (`max_position_embeddings`), if it does.
+        max_trajectory_tokens: The most tokens of a trajectory, at most what the model's configuration says it can read
+            (`max_position_embeddings`). `None` is all of that, and no limit where the configuration does not say.
         errors: What an exception of an environment or a missing reward does: "raise" names rank, task, attempt and
             turn on every rank; "unscored" keeps the tokens so far without a reward (NaN) and the message in `info`.
         seed: Of all sampling.
@@ -220,7 +220,7 @@ class Rollouts:
         Raises:
             RolloutError: An environment or engine failed on some rank; the same error on every rank.
         """
-        check_temperature(temperature)
+        temperature = check_temperature(temperature)
         check_place(rank, world_size)
         groups = plan_attempts(
             [self._task(entry) for entry in tasks],
@@ -266,7 +266,8 @@ class Rollouts:
         """This rank's episodes; with several ranks an exception becomes a share too, so that none waits in vain."""
         try:
             engine, limits = self._engine(policy), self._limits(policy)
-            episodes = [Episode(attempt, limits, self.errors) for attempt in attempts]
+            vocabulary = vocabulary_of(policy)
+            episodes = [Episode(attempt, limits, self.errors, vocabulary) for attempt in attempts]
             statistics = play_episodes(episodes, self.environment, engine, temperature=temperature, progress=bar)
         except Exception as error:
             if world_size == 1:
@@ -285,9 +286,7 @@ class Rollouts:
         return engine
 
     def _limits(self, policy: CausalLMPolicy) -> Limits:
-        if self.limits.max_trajectory_tokens is not None:
-            return self.limits
-        return replace(self.limits, max_trajectory_tokens=model_context(policy.model))
+        return self.limits.within(model_context(policy.model))
 
 
 rollouts = Rollouts

@@ -176,7 +176,7 @@ def model_end_ids(model: nn.Module) -> list[int]:
     Raises:
         ValueError: There is none.
     """
-    configurations = (getattr(model, name, None) for name in ("generation_config", "config"))
+    configurations = (getattr(model, "generation_config", None), getattr(model, "config", None), _text_config(model))
     found = (getattr(configuration, "eos_token_id", None) for configuration in configurations)
     end_ids = next((ids for ids in found if ids is not None), None)
     if end_ids is None:
@@ -188,8 +188,21 @@ def model_end_ids(model: nn.Module) -> list[int]:
 
 
 def model_context(model: nn.Module) -> int | None:
-    """The longest sequence a model says it can read, if it does."""
-    return getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    """The longest sequence a model says it can read, if it does.
+
+    Args:
+        model: With a transformers configuration, or without.
+
+    Returns:
+        `max_position_embeddings`; of a composite configuration, that of its text part.
+    """
+    return getattr(_text_config(model), "max_position_embeddings", None)
+
+
+def _text_config(model: nn.Module) -> Any:
+    config = getattr(model, "config", None)
+    read = getattr(config, "get_text_config", None)
+    return config if read is None else read(decoder=True)
 
 
 def _device(network: nn.Module) -> torch.device:

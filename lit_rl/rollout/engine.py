@@ -19,13 +19,14 @@ top-k, top-p or penalties, which change the distribution that is sampled but not
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from lit_rl.options import as_integer, check_at_least
 from lit_rl.rollout.decoding import generation_mode, model_context
 from lit_rl.rollout.decoding_choice import choose_decoding, make_decoder, vocabulary_of
 from lit_rl.rollout.sampling import sample_tokens, uniforms
@@ -40,8 +41,8 @@ class Completion:
     """What was sampled after one prompt.
 
     Args:
-        token_ids: The sampled ids, at least one, the end token included.
-        log_probs: For each of them, its log-probability in nats at the sampling temperature.
+        token_ids: The sampled ids, at least one, the end token included; arrays and tensors will do.
+        log_probs: For each of them, its log-probability in nats at the sampling temperature; likewise.
         truncated: True when a limit stopped it; False when it ended with an end token, also exactly at the limit.
 
     Example:
@@ -94,7 +95,7 @@ class TransformersEngine:
         batch_size: The most prompts generated together; `None` takes all at once.
 
     Raises:
-        TypeError: An end id is not an integer.
+        TypeError: An end id or `batch_size` is not an integer.
         ValueError: `batch_size` is below 1 or an end id is negative.
 
     Example:
@@ -107,8 +108,7 @@ class TransformersEngine:
     """
 
     def __init__(self, policy: CausalLMPolicy, *, end_ids: Collection[int], batch_size: int | None = None) -> None:
-        if batch_size is not None and batch_size < 1:
-            raise ValueError(f"`batch_size` must be at least 1 prompt, or None for all at once, got {batch_size}")
+        check_at_least(1, batch_size=batch_size)
         self.policy = policy
         self.end_ids = check_end_ids(end_ids)
         self.batch_size = batch_size
@@ -126,10 +126,11 @@ class TransformersEngine:
         """Continues each prompt; see `Engine.generate`.
 
         Raises:
+            TypeError: The limit is no integer, or the temperature is no number.
             ValueError: A prompt, limit, seed or the temperature cannot be used, or the logits are not finite.
         """
-        check_temperature(temperature)
-        limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
+        temperature = check_temperature(temperature)
+        limits = _limits(max_new_tokens, len(prompts))
         _check_prompts(prompts, limits, seeds, vocabulary_of(self.policy))
         completions: dict[int, Completion] = {}
         with generation_mode(self.policy):
@@ -219,6 +220,17 @@ class _Record:
             Completion(ids[:length], log_probs[:length], truncated=not ended)
             for (ids, log_probs, length), ended in zip(columns, self.ended.tolist(), strict=True)
         ]
+
+
+def _limits(max_new_tokens: Any, count: int) -> list[int]:
+    """One limit per prompt, from one for all or one for each."""
+    for_all = as_integer(max_new_tokens)
+    if for_all is not None:
+        return [for_all] * count
+    limits = [as_integer(limit) for limit in max_new_tokens] if isinstance(max_new_tokens, Iterable) else [None]
+    if None in limits:
+        raise TypeError(f"`max_new_tokens` must be an integer, or one per prompt, got {max_new_tokens!r}")
+    return limits  # type: ignore[return-value]
 
 
 def _check_prompts(

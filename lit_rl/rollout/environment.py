@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from lit_rl.options import as_number
+
 
 @dataclass
 class Turn:
@@ -18,6 +20,10 @@ class Turn:
         reward: What this turn was worth; `None` gives nothing. A trajectory's reward is the sum over its turns, and
             an episode that is done without a single reward is unscored.
         info: JSON-like extras of the trajectory, for example the parts of a reward; later turns overwrite equal keys.
+            `None` has none.
+
+    Raises:
+        TypeError: `reward` is neither a number nor `None`, or `info` is no dict.
 
     Example:
         >>> Turn([4, 5])
@@ -29,7 +35,18 @@ class Turn:
     observation: Sequence[int] = ()
     done: bool = False
     reward: float | None = None
-    info: Mapping[str, Any] = field(default_factory=dict)
+    info: Mapping[str, Any] | None = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.reward is not None:
+            number = as_number(self.reward)
+            if number is None:
+                raise TypeError(f"`Turn.reward` is {self.reward!r}, expected a number or None")
+            self.reward = number
+        if self.info is None:
+            self.info = {}
+        if not isinstance(self.info, Mapping):
+            raise TypeError(f"`Turn.info` is {self.info!r}, expected a dict or None")
 
 
 class Environment(ABC):

@@ -5,16 +5,18 @@ from __future__ import annotations
 import copy
 import json
 import math
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from lit_rl.options import as_flag, as_number
 from lit_rl.rollout.engine import Completion
 from lit_rl.rollout.environment import Environment, Turn
 from lit_rl.rollout.sampling import derive_seed
 from lit_rl.rollout.tasks import Attempt
-from lit_rl.rollout.validation import check_integer
+from lit_rl.rollout.validation import check_integer, read_ids
 
 Stop = Literal["done", "max_new_tokens", "max_trajectory_tokens", "max_turns", "error"]
 _RESERVED_INFO = frozenset({"attempt", "turns", "stop", "error"})
@@ -43,10 +45,37 @@ class Limits:
     max_trajectory_tokens: int | None
 
     def __post_init__(self) -> None:
-        check_integer("max_new_tokens", self.max_new_tokens, 1)
-        check_integer("max_turns", self.max_turns, 1)
-        if self.max_trajectory_tokens is not None:
-            check_integer("max_trajectory_tokens", self.max_trajectory_tokens, 2)
+        for name, least in (("max_new_tokens", 1), ("max_turns", 1), ("max_trajectory_tokens", 2)):
+            value = getattr(self, name)
+            if value is not None or name != "max_trajectory_tokens":
+                object.__setattr__(self, name, check_integer(name, value, least))
+
+    def within(self, context: int | None) -> Limits:
+        """The limits for a model that reads so many tokens.
+
+        Args:
+            context: The most tokens the model says it can read; `None` where it does not say.
+
+        Returns:
+            The same limits, with the context as the limit of a trajectory where none was given.
+
+        Raises:
+            ValueError: A trajectory may become longer than the context.
+
+        Example:
+            >>> Limits(8, 2, None).within(64).max_trajectory_tokens
+            64
+        """
+        limit = self.max_trajectory_tokens
+        if limit is None or context is None:
+            return self if context is None else replace(self, max_trajectory_tokens=context)
+        if limit > context:
+            raise ValueError(
+                f"`max_trajectory_tokens` is {limit}, but the model's configuration says that it reads {context} "
+                "(`max_position_embeddings`); lower it, leave it away to use all of them, or raise the number in the "
+                "configuration of a model that reads further"
+            )
+        return self
 
 
 class Episode:
@@ -57,12 +86,16 @@ class Episode:
         limits: What may end it from outside.
         errors: "raise" turns an exception of the environment into a `RolloutError`; "unscored" ends the episode
             without a reward.
+        vocabulary: How many ids the policy can read; `None` is unknown.
     """
 
-    def __init__(self, attempt: Attempt, limits: Limits, errors: Literal["raise", "unscored"]) -> None:
+    def __init__(
+        self, attempt: Attempt, limits: Limits, errors: Literal["raise", "unscored"], vocabulary: int | None = None
+    ) -> None:
         self.attempt = attempt
         self.limits = limits
         self.errors = errors
+        self.vocabulary = vocabulary
         self.environment: Environment | None = None
         self.token_ids: list[int] = []
         self.action_mask: list[bool] = []
@@ -75,6 +108,11 @@ class Episode:
         self.stop: Stop | None = None
         self.error: str | None = None
         self._limit_hit: Stop | None = None
+
+    @property
+    def name(self) -> str:
+        """Which task and attempt this is, for messages."""
+        return f"task {self.attempt.task_id!r}, attempt {self.attempt.number}"
 
     @property
     def is_open(self) -> bool:
@@ -103,7 +141,7 @@ class Episode:
             if not isinstance(self.environment, Environment):
                 raise TypeError(f"`environment` made {self.environment!r}, expected an instance of `Environment`")
             self.environment.seed = derive_seed(self.attempt.seed, "environment")
-            prompt = _ids(self.environment.reset(copy.deepcopy(dict(self.attempt.task))), "the prompt")
+            prompt = self._ids(self.environment.reset(copy.deepcopy(dict(self.attempt.task))), "the prompt")
             if not prompt:
                 raise ValueError("the prompt is empty; `reset` returns at least 1 token id")
             limit = self.limits.max_trajectory_tokens
@@ -163,8 +201,7 @@ class Episode:
 
     def fail(self, error: Exception, during: str) -> None:
         """Ends the episode with an error, or without a reward where that is allowed."""
-        where = f"task {self.attempt.task_id!r}, attempt {self.attempt.number}, {during}"
-        self.error = f"{where}: {type(error).__name__}: {error}"
+        self.error = f"{self.name}, {during}: {type(error).__name__}: {error}"
         self.stop, self.reward = "error", None
         if self.errors == "raise":
             raise RolloutError(
@@ -191,7 +228,7 @@ class Episode:
 
     def _room(self) -> int:
         limit = self.limits.max_trajectory_tokens
-        return self.limits.max_new_tokens + 1 if limit is None else limit - len(self.token_ids)
+        return sys.maxsize if limit is None else limit - len(self.token_ids)
 
     def _append(self, token_ids: list[int], *, sampled: bool, log_probs: Sequence[float] | None = None) -> None:
         self.token_ids += token_ids
@@ -202,23 +239,29 @@ class Episode:
         """Checks a turn, adds up its reward and extras, and returns its observation."""
         if not isinstance(turn, Turn):
             raise TypeError(f"`step` returned {turn!r}, expected a `Turn`")
-        if not isinstance(turn.done, bool):
+        if as_flag(turn.done) is None:
             raise TypeError(f"`Turn.done` is {turn.done!r}, expected True or False")
         self._add_reward(turn.reward)
-        reserved = _RESERVED_INFO & set(turn.info)
+        info = dict(turn.info or {})
+        reserved = _RESERVED_INFO & set(info)
         if reserved:
             raise ValueError(f"`Turn.info` has the keys {sorted(reserved)}, which are written here; rename them")
         try:
-            json.dumps(dict(turn.info))
+            json.dumps(info)
         except (TypeError, ValueError) as error:
             raise TypeError(f"`Turn.info` must hold JSON-like values only ({error})") from error
-        self.info.update(turn.info)
-        return [] if turn.done else _ids(turn.observation, "the observation")
+        self.info.update(info)
+        return [] if turn.done else self._ids(turn.observation, "the observation")
+
+    def _ids(self, values: Any, what: str) -> list[int]:
+        return read_ids(values, what, self.vocabulary)
 
     def _add_reward(self, reward: Any) -> None:
         if reward is None:
             return
-        number = float(reward)
+        number = as_number(reward)
+        if number is None:
+            raise TypeError(f"the reward is {reward!r}; expected a number, or None where there is none")
         if not math.isfinite(number):
             raise ValueError(f"the reward is {number}; expected a finite number, or None where there is none")
         self.reward = number + (self.reward or 0.0)
@@ -235,18 +278,3 @@ class Episode:
                 raise ValueError(missing)
             self.error = missing
         self.stop = stop
-
-
-def _ids(values: Any, what: str) -> list[int]:
-    """Token ids as a plain list, from any flat sequence of integers."""
-    items = values.tolist() if hasattr(values, "tolist") else values
-    if isinstance(items, (str, bytes)) or not isinstance(items, Sequence):
-        raise TypeError(f"{what} is {values!r}, expected a sequence of token ids (text is never encoded here)")
-    ids = []
-    for item in items:
-        if not hasattr(item, "__index__") or isinstance(item, bool):
-            raise TypeError(f"{what} holds {item!r}, expected integers")
-        ids.append(int(item))
-    if ids and min(ids) < 0:
-        raise ValueError(f"{what} holds id {min(ids)}; ids are at least 0")
-    return ids

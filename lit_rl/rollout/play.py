@@ -12,10 +12,12 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
+from lit_rl.options import as_flag, as_number
 from lit_rl.rollout.engine import Completion, Engine
 from lit_rl.rollout.environment import Environment, Turn
 from lit_rl.rollout.episode import Episode, Limits
 from lit_rl.rollout.gather import RolloutStatistics
+from lit_rl.rollout.validation import read_ids
 from lit_rl.trajectory import Trajectory
 
 _REFRESH_SECONDS = 0.5
@@ -128,17 +130,41 @@ def _generate(engine: Engine, episodes: Sequence[Episode], temperature: float) -
         temperature=temperature,
         seeds=[episode.turn_seed for episode in episodes],
     )
-    name = type(engine).__name__
+    name = f"`{type(engine).__name__}.generate`"
     if len(completions) != len(episodes):
-        raise ValueError(f"`{name}.generate` returned {len(completions)} completions for {len(episodes)} prompts")
-    for index, (completion, limit) in enumerate(zip(completions, limits, strict=True)):
-        ids, log_probs = completion.token_ids, completion.log_probs
-        if not 1 <= len(ids) <= limit or len(log_probs) != len(ids):
-            raise ValueError(
-                f"`{name}.generate` returned {len(ids)} ids and {len(log_probs)} log-probabilities for prompt {index}; "
-                f"expected 1 to {limit} ids and one log-probability for each"
-            )
-    return completions
+        raise ValueError(f"{name} returned {len(completions)} completions for {len(episodes)} prompts")
+    read: list[Completion] = []
+    for index, (completion, episode, limit) in enumerate(zip(completions, episodes, limits, strict=True)):
+        try:
+            read.append(_read(completion, limit, episode.vocabulary))
+        except (TypeError, ValueError) as error:
+            kind = TypeError if isinstance(error, TypeError) else ValueError
+            where = f"{name} for prompt {index} ({episode.name}, turn {episode.turns + 1})"
+            raise kind(f"{where}: {error}") from error
+    return read
+
+
+def _read(completion: Any, limit: int, vocabulary: int | None) -> Completion:
+    """A completion as plain lists, from lists, arrays or tensors; the caller says whose it is."""
+    missing = [name for name in ("token_ids", "log_probs", "truncated") if getattr(completion, name, None) is None]
+    if missing:
+        raise TypeError(f"{completion!r} has no {missing}; expected a `Completion` with one log-probability per id")
+    ids = read_ids(completion.token_ids, "`token_ids`", vocabulary)
+    given = completion.log_probs
+    items = given.tolist() if hasattr(given, "tolist") else list(given)
+    log_probs = [as_number(item) for item in items]
+    if not 1 <= len(ids) <= limit or len(log_probs) != len(ids):
+        raise ValueError(
+            f"got {len(ids)} ids and {len(log_probs)} log-probabilities; expected 1 to {limit} ids and one "
+            "log-probability for each"
+        )
+    if None in log_probs:
+        position = log_probs.index(None)
+        raise TypeError(f"`log_probs`[{position}] is {items[position]!r}, expected a number")
+    truncated = as_flag(completion.truncated)
+    if truncated is None:
+        raise TypeError(f"`truncated` is {completion.truncated!r}, expected True or False")
+    return Completion(ids, log_probs, truncated)  # type: ignore[arg-type]
 
 
 def _let_answer(

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
-import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from lit_rl.options import as_integer
 from lit_rl.rollout.environment import Environment, Turn
-
-RewardFunction = Callable[..., Sequence[float | None]]
+from lit_rl.rollout.reward_calls import RewardCountError, RewardFunction, call_reward, rewards_by_name, weights_of
 
 
 class Tokenizer(Protocol):
@@ -52,7 +50,8 @@ class SingleTurn:
         chat_template: Further arguments for `tokenizer.apply_chat_template`.
 
     Raises:
-        TypeError: A reward function cannot be called, or `weights` are not numbers.
+        TypeError: A reward function cannot be called or does not say what arguments it takes, or `weights` is no list
+            of numbers.
         ValueError: There is no reward function, or the number of weights is another.
 
     Example:
@@ -75,11 +74,11 @@ class SingleTurn:
         prompt: str = "prompt",
         chat_template: Mapping[str, Any] | None = None,
     ) -> None:
-        self.rewards = _by_name(rewards)
+        self.rewards = rewards_by_name(rewards)
         self.tokenizer = tokenizer
         self.prompt = prompt
         self.chat_template = dict(chat_template or {})
-        self.weights = dict(zip(self.rewards, _weights(weights, len(self.rewards)), strict=True))
+        self.weights = dict(zip(self.rewards, weights_of(weights, len(self.rewards)), strict=True))
 
     def __call__(self) -> Environment:
         """Makes a fresh episode."""
@@ -107,6 +106,9 @@ class SingleTurn:
         for environment, answer, text in zip(environments, answers, texts, strict=True):
             try:
                 turns += self._score([environment], [answer], [text])
+            except RewardCountError as again:
+                # The numbers of the call that the user knows of, not those of this one.
+                turns.append(failure if isinstance(failure, RewardCountError) else again)
             except Exception as again:
                 turns.append(again)
         failed = sum(isinstance(turn, Exception) for turn in turns)
@@ -140,7 +142,7 @@ class SingleTurn:
         if _is_ids(prompt):
             return [int(token_id) for token_id in prompt]
         if not (isinstance(prompt, str) or _is_messages(prompt)):
-            raise TypeError(f"the prompt must be text, a list of messages or token ids, got {prompt!r}")
+            raise TypeError(f"the prompt must be text, a list of messages or token ids (integers), got {prompt!r}")
         if self.tokenizer is None:
             raise ValueError(f"the prompt is text ({prompt!r}) and there is no tokenizer; pass `tokenizer=`")
         if isinstance(prompt, str):
@@ -153,7 +155,7 @@ class SingleTurn:
 
     def _score(self, environments: Sequence[_Answer], answers: Sequence[list[int]], texts: Sequence[Any]) -> list[Turn]:
         columns = self._columns(environments, answers, texts)
-        parts = {name: _call(name, function, columns, len(answers)) for name, function in self.rewards.items()}
+        parts = {name: call_reward(name, function, columns, len(answers)) for name, function in self.rewards.items()}
         return [
             self._turn({name: values[index] for name, values in parts.items()}, text)
             for index, text in enumerate(texts)
@@ -199,69 +201,10 @@ class _Answer(Environment):
         return turn
 
 
-def _by_name(rewards: Any) -> dict[str, RewardFunction]:
-    if isinstance(rewards, Mapping):
-        named = dict(rewards)
-    else:
-        functions = [rewards] if callable(rewards) else list(rewards)
-        named = {}
-        for function in functions:
-            name = getattr(function, "__name__", type(function).__name__)
-            copies = sum(other.split("#")[0] == name for other in named)
-            named[f"{name}#{copies + 1}" if copies else name] = function
-    if not named:
-        raise ValueError("`rewards` is empty; give at least one reward function")
-    for name, function in named.items():
-        if not callable(function):
-            raise TypeError(f"reward {name!r} is {function!r}, expected a function `reward(prompts, completions, ...)`")
-    return named
-
-
-def _weights(weights: Any, count: int) -> list[float]:
-    numbers = [1.0] * count if weights is None else [float(weight) for weight in weights]
-    if len(numbers) != count:
-        raise ValueError(f"`weights` has {len(numbers)} entries for {count} reward functions; give one for each")
-    if not all(math.isfinite(number) for number in numbers):
-        raise ValueError(f"`weights` must be finite, got {numbers}")
-    return numbers
-
-
-def _call(name: str, function: RewardFunction, columns: Mapping[str, list[Any]], count: int) -> list[float | None]:
-    """Calls one reward function with what it asks for, and checks what it returns."""
-    parameters = inspect.signature(function).parameters.values()
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    named = {parameter.name for parameter in parameters}
-    missing = [
-        p.name
-        for p in parameters
-        if p.default is p.empty and p.name not in columns and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-    ]
-    if missing:
-        raise ValueError(f"reward {name!r} asks for {missing}, but the tasks only give {sorted(columns)}")
-    result = function(**{key: list(values) for key, values in columns.items() if takes_all or key in named})
-    values = result.tolist() if hasattr(result, "tolist") else result
-    if not isinstance(values, Sequence) or isinstance(values, (str, bytes)):
-        raise TypeError(f"reward {name!r} returned {result!r}, expected a list with one number or None per completion")
-    if len(values) != count:
-        raise ValueError(f"reward {name!r} returned {len(values)} values for {count} completions; return one for each")
-    return [_number(name, value) for value in values]
-
-
-def _number(name: str, value: Any) -> float | None:
-    if value is None:
-        return None
-    if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
-        raise TypeError(f"reward {name!r} returned {value!r}, expected a number or None")
-    number = float(value)
-    if math.isinf(number):
-        raise ValueError(f"reward {name!r} returned {number}; expected a finite number, or None where it cannot score")
-    return None if math.isnan(number) else number
-
-
 def _is_ids(prompt: Any) -> bool:
     if isinstance(prompt, (str, Mapping)) or not hasattr(prompt, "__len__") or len(prompt) == 0:
         return False
-    return all(hasattr(item, "__index__") and not isinstance(item, bool) for item in prompt)
+    return all(as_integer(item) is not None for item in prompt)
 
 
 def _is_messages(prompt: Any) -> bool:

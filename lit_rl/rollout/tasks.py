@@ -62,11 +62,12 @@ def plan_attempts(
     return groups
 
 
-def index_tasks(tasks: Any) -> dict[str, int]:
+def index_tasks(tasks: Any, argument: str = "tasks") -> dict[str, int]:
     """Finds each task's position by its id; of a `datasets.Dataset` only the id column is read.
 
     Args:
         tasks: A sequence of mappings.
+        argument: What the caller calls them, for the messages.
 
     Returns:
         Id to position.
@@ -81,29 +82,32 @@ def index_tasks(tasks: Any) -> dict[str, int]:
         >>> index_tasks([{"id": "a"}, {"id": "a"}])
         Traceback (most recent call last):
         ...
-        ValueError: tasks 0 and 1 both have the id 'a'; ids must be unique
+        ValueError: `tasks`: tasks 0 and 1 both have the id 'a'; ids must be unique
     """
     if isinstance(tasks, Mapping) or not hasattr(tasks, "__getitem__") or not hasattr(tasks, "__len__"):
-        raise TypeError(f"`tasks` must be a sequence of mappings, got {type(tasks).__name__}")
+        raise TypeError(f"`{argument}` must be a sequence of mappings, got {type(tasks).__name__}")
     if len(tasks) == 0:
-        raise ValueError("`tasks` is empty; give at least one")
+        raise ValueError(f"`{argument}` is empty; give at least one")
     columns = getattr(tasks, "column_names", ())
     rows = [{"id": task_id} for task_id in tasks["id"]] if "id" in columns else tasks
     index: dict[str, int] = {}
     for position in range(len(rows)):
-        task_id = task_id_of(rows[position], position)
+        task_id = task_id_of(rows[position], position, argument)
         if task_id in index:
-            raise ValueError(f"tasks {index[task_id]} and {position} both have the id {task_id!r}; ids must be unique")
+            raise ValueError(
+                f"`{argument}`: tasks {index[task_id]} and {position} both have the id {task_id!r}; ids must be unique"
+            )
         index[task_id] = position
     return index
 
 
-def task_id_of(task: Any, position: int) -> str:
+def task_id_of(task: Any, position: int, argument: str = "tasks") -> str:
     """The id of a task.
 
     Args:
         task: A mapping with a string under "id".
         position: Where it stands, for error messages.
+        argument: In what the caller calls so.
 
     Returns:
         The id.
@@ -113,9 +117,11 @@ def task_id_of(task: Any, position: int) -> str:
         ValueError: It has no id.
     """
     if not isinstance(task, Mapping):
-        raise TypeError(f"task {position} is a {type(task).__name__}, expected a mapping with an 'id'")
+        raise TypeError(f"`{argument}`: task {position} is a {type(task).__name__}, expected a mapping with an 'id'")
     if "id" not in task:
-        raise ValueError(f"task {position} has no 'id' (found {sorted(task)}); give each task a stable string id")
+        raise ValueError(
+            f"`{argument}`: task {position} has no 'id' (found {sorted(task)}); give each task a stable string id"
+        )
     if not isinstance(task["id"], str):
-        raise TypeError(f"task {position} has the id {task['id']!r}, expected a string; use str(...)")
+        raise TypeError(f"`{argument}`: task {position} has the id {task['id']!r}, expected a string; use str(...)")
     return task["id"]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
+
+from lit_rl.options import as_flag, as_integer, as_number
 
 
 def check_temperature(temperature: Any) -> float:
@@ -26,13 +28,14 @@ def check_temperature(temperature: Any) -> float:
         ...
         ValueError: `temperature` must be finite and greater than 0, got 0; for nearly greedy sampling use 0.01
     """
-    if isinstance(temperature, bool) or not isinstance(temperature, (int, float)):
+    number = None if as_flag(temperature) is not None else as_number(temperature)
+    if number is None:
         raise TypeError(f"`temperature` must be a number, got {temperature!r}")
-    if not (math.isfinite(temperature) and temperature > 0):
+    if not (math.isfinite(number) and number > 0):
         raise ValueError(
             f"`temperature` must be finite and greater than 0, got {temperature}; for nearly greedy sampling use 0.01"
         )
-    return float(temperature)
+    return number
 
 
 def check_end_ids(end_ids: Any) -> tuple[int, ...]:
@@ -54,12 +57,15 @@ def check_end_ids(end_ids: Any) -> tuple[int, ...]:
     """
     if isinstance(end_ids, (str, bytes)) or not isinstance(end_ids, Collection):
         raise TypeError(f"`end_ids` must be a collection of token ids such as (2,), got {end_ids!r}")
+    ids = set()
     for end_id in end_ids:
-        if not isinstance(end_id, int) or isinstance(end_id, bool):
+        number = as_integer(end_id)
+        if number is None:
             raise TypeError(f"`end_ids` must hold integers, got {end_id!r}; look the id up in the tokenizer")
-        if end_id < 0:
-            raise ValueError(f"`end_ids` holds {end_id}; ids are at least 0")
-    return tuple(sorted(set(end_ids)))
+        if number < 0:
+            raise ValueError(f"`end_ids` holds {number}; ids are at least 0")
+        ids.add(number)
+    return tuple(sorted(ids))
 
 
 def check_integer(name: str, value: Any, least: int) -> int:
@@ -71,7 +77,7 @@ def check_integer(name: str, value: Any, least: int) -> int:
         least: The smallest allowed value.
 
     Returns:
-        The value.
+        The value, as Python's own integer.
 
     Raises:
         TypeError: It is no integer.
@@ -83,8 +89,48 @@ def check_integer(name: str, value: Any, least: int) -> int:
         ...
         ValueError: `group_size` must be at least 2, got 1
     """
-    if not isinstance(value, int) or isinstance(value, bool):
+    number = as_integer(value)
+    if number is None:
         raise TypeError(f"`{name}` must be an integer, got {value!r}")
-    if value < least:
+    if number < least:
         raise ValueError(f"`{name}` must be at least {least}, got {value}")
-    return value
+    return number
+
+
+def read_ids(values: Any, what: str, vocabulary: int | None = None) -> list[int]:
+    """Token ids as a plain list, from any flat sequence of integers.
+
+    Args:
+        values: A list, tuple, array or tensor; text and floats are refused.
+        what: They are, for the message.
+        vocabulary: How many ids there are; `None` is unknown.
+
+    Returns:
+        The ids.
+
+    Raises:
+        TypeError: They are no sequence of integers.
+        ValueError: An id is out of range.
+
+    Example:
+        >>> read_ids((4, 99), "the observation", vocabulary=32)
+        Traceback (most recent call last):
+        ...
+        ValueError: the observation holds the id 99; expected 0 to 31: were the ids made with another tokenizer?
+    """
+    items = values.tolist() if hasattr(values, "tolist") else values
+    if isinstance(items, (str, bytes)) or not isinstance(items, Sequence):
+        raise TypeError(f"{what} is {values!r}, expected a sequence of token ids (text is never encoded here)")
+    ids = []
+    for item in items:
+        token_id = as_integer(item)
+        if token_id is None:
+            raise TypeError(f"{what} holds {item!r}, expected integers")
+        ids.append(token_id)
+    if ids and min(ids) < 0:
+        raise ValueError(f"{what} holds the id {min(ids)}; ids are at least 0")
+    if ids and vocabulary is not None and max(ids) >= vocabulary:
+        raise ValueError(
+            f"{what} holds the id {max(ids)}; expected 0 to {vocabulary - 1}: were the ids made with another tokenizer?"
+        )
+    return ids

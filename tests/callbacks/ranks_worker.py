@@ -8,12 +8,19 @@ from typing import Any
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 
-from lit_rl.callbacks import PaddingMonitor, SamplerRatioMonitor, ZeroAdvantageMonitor
+from lit_rl.callbacks import (
+    PaddingMonitor,
+    PassRateCurriculum,
+    SamplerRatioMonitor,
+    TokenThroughputMonitor,
+    ZeroAdvantageMonitor,
+)
 from lit_rl.data.batch import PackedBatch
 from lit_rl.data.collate import collate, filler_batch
 from lit_rl.metrics import TokenMean, ZeroAdvantageCounts
 from lit_rl.strategies import gather_over_ranks
-from tests.callbacks.stubs import StubModule, attempt, loader
+from lit_rl.throughput import ModelShape
+from tests.callbacks.stubs import RolloutDataModule, StubModule, attempt, loader
 from tests.distributed.launch import leave
 from tests.helpers import quiet_trainer
 
@@ -62,11 +69,28 @@ def monitors_over_ranks() -> dict[str, float]:
     return {name: value.item() for name, value in trainer.callback_metrics.items()}
 
 
+def iterations_over_ranks() -> dict[str, float]:
+    """The callbacks that follow iterations, which every rank sees the whole of."""
+    shape = ModelShape.decoder(hidden=8, layers=1, vocabulary=10, feed_forward=16, query_heads=2)
+    trainer = quiet_trainer(
+        devices=2,
+        strategy=DDPStrategy(process_group_backend="gloo"),
+        use_distributed_sampler=False,
+        max_epochs=2,
+        callbacks=[PassRateCurriculum(), TokenThroughputMonitor(shape, peak_tflops=1e-6)],
+        reload_dataloaders_every_n_epochs=1,
+    )
+    data = RolloutDataModule(["a", "b", "c"], 2, lambda task_id, epoch: [1.0, 0.0, 0.0])
+    trainer.fit(StubModule(), datamodule=data)
+    return {name: value.item() for name, value in trainer.callback_metrics.items()}
+
+
 def main() -> None:
     """Prints the results of both ranks."""
-    monitors = monitors_over_ranks()
+    found: dict[str, Any] = {"monitors": monitors_over_ranks(), "iterations": iterations_over_ranks()}
+    found["metrics"] = metrics_over_ranks(torch.distributed.get_rank())
+    results: list[Any] = gather_over_ranks(found)
     rank = torch.distributed.get_rank()
-    results: list[Any] = gather_over_ranks({"monitors": monitors, "metrics": metrics_over_ranks(rank)})
     if rank == 0:
         print("RESULTS " + json.dumps(results), flush=True)
     leave()

@@ -152,6 +152,33 @@ def test_a_second_fit_keeps_the_estimates_and_takes_the_new_tasks() -> None:
     assert len(set(data.drawn[0]) & set(IDS[6:9])) == 2  # 1 place of 3 is a revisit of a solved task
 
 
+@pytest.mark.parametrize("same_trainer", [False, True])
+def test_a_second_fit_begins_an_iteration_of_its_own(same_trainer: bool) -> None:
+    curriculum = PassRateCurriculum(refill="full")
+    trainer = quiet_trainer(callbacks=[curriculum], reload_dataloaders_every_n_epochs=1)
+    trainer.fit(StubModule(), datamodule=RolloutDataModule(IDS, 3, rewards_of))
+    if same_trainer:
+        trainer.fit_loop.max_epochs = 2
+    else:
+        trainer = quiet_trainer(callbacks=[curriculum], reload_dataloaders_every_n_epochs=1)
+    trainer.fit(StubModule(), datamodule=RolloutDataModule(IDS, 3, rewards_of))
+    metrics = {name.removeprefix("curriculum/"): value.item() for name, value in trainer.callback_metrics.items()}
+    assert (metrics["tasks_drawn"], metrics["episodes"]) == (3, 12)
+    assert (metrics["episodes_sampled"], metrics["episodes_saved"]) == (24, 0)
+    assert curriculum.sampler is not None
+    assert curriculum.sampler.clock == 1
+
+
+def test_a_second_fit_takes_the_new_group_size() -> None:
+    curriculum = PassRateCurriculum(rule="live_probability", estimator="beta_posterior")
+    fit(curriculum, RolloutDataModule(IDS, 3, rewards_of), epochs=1)
+    data = RolloutDataModule(IDS, 3, rewards_of)
+    data.rollouts.group_size = 8
+    fit(curriculum, data, epochs=1)
+    assert curriculum.sampler is not None
+    assert curriculum.sampler.rule == LiveProbability(group_size=8)
+
+
 def test_without_rollouts_it_says_what_to_do() -> None:
     with pytest.raises(MisconfigurationException, match=r"PackedDataModule\(rollouts\(environment, tasks\)"):
         fit(PassRateCurriculum(), StubDataModule(lambda epoch: group("a", [1.0, 0.0])))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lit_rl.callbacks import PaddingMonitor
 from lit_rl.callbacks.padding import count_plan
@@ -78,6 +80,20 @@ def test_an_own_loader_is_counted_per_epoch() -> None:
     expected = {"positions": 12, "real": 8, "prompt": 4, "scored": 4, "live": 1, "filler": 1, "share": 1 / 3}
     expected |= {"fullest_share": 0.5, "padded_layout_positions": 10, "padded_layout_share": 0.2}
     assert metrics == pytest.approx(expected)
+
+
+def test_a_loader_of_something_else_is_refused() -> None:
+    with pytest.raises(MisconfigurationException, match="`PaddingMonitor` reads PackedBatch .* got Tensor"):
+        fit(loader([torch.zeros(2)]))
+
+
+def test_what_an_interrupted_run_counted_is_not_in_the_next() -> None:
+    monitor = PaddingMonitor()
+    monitor._window.update(collate([attempt(1.0)]))
+    monitor._counts = {"real": 5.0}
+    trainer = quiet_trainer(callbacks=[monitor])
+    trainer.fit(StubModule(), loader([collate([attempt(1.0, length=3)])]))
+    assert trainer.callback_metrics["padding/real"].item() == 3
 
 
 def test_two_accumulated_sums_survive_a_checkpoint() -> None:

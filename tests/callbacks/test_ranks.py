@@ -10,8 +10,12 @@ from tests.distributed.launch import launch
 
 
 @pytest.fixture(scope="module")
-def results() -> list[dict[str, dict[str, float]]]:
-    printed = launch("tests.callbacks.ranks_worker", [], processes=2)
+def printed() -> str:
+    return launch("tests.callbacks.ranks_worker", [], processes=2)
+
+
+@pytest.fixture(scope="module")
+def results(printed: str) -> list[dict[str, dict[str, float]]]:
     (line,) = [line for line in printed.splitlines() if line.startswith("RESULTS ")]
     return json.loads(line.removeprefix("RESULTS "))
 
@@ -47,3 +51,16 @@ def test_the_sampler_ratio_is_measured_over_ranks(results: list) -> None:
         assert monitors["sampler_ratio/outside_20_percent"] == pytest.approx(0.4)
         assert monitors["sampler_ratio/max"] == pytest.approx(0.5)
         assert monitors["sampler_ratio/mean"] == pytest.approx(-0.2)
+
+
+def test_lightning_recommends_no_further_reduction(printed: str, results: list) -> None:
+    assert {name.split("/")[0] for name in results[0]["monitors"]} == {"padding", "sampler_ratio", "zero_advantage"}
+    assert {name.split("/")[0] for name in results[0]["iterations"]} == {"curriculum", "throughput"}
+    assert "sync_dist" not in printed
+
+
+def test_numbers_are_logged_as_they_were_counted(results: list) -> None:
+    for result in results:
+        assert result["iterations"]["curriculum/observed_live_share"] == 1.0
+        assert result["iterations"]["curriculum/estimates/25_to_50"] == 1.0
+        assert result["monitors"]["zero_advantage/trajectories"] == 1 / 3  # as a Python float, not rounded to 32 bits

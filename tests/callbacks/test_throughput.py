@@ -201,6 +201,44 @@ def test_a_resumed_run_adds_to_what_it_restored(tmp_path, step):
     assert monitor.gpu_seconds["first_step"] == pytest.approx(15.0)
 
 
+class Boom(Callback):
+    """Ends the fit in its second iteration."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def on_train_batch_end(self, trainer, *arguments):
+        if trainer.current_epoch == 1:
+            raise self.error
+
+
+@pytest.mark.parametrize("error", [RuntimeError("boom"), KeyboardInterrupt()], ids=repr)
+def test_the_pause_after_an_interrupted_fit_is_no_gpu_time(error):
+    ticks = Ticks()
+    monitor = TokenThroughputMonitor(SHAPE, peak_tflops=1e-6, clock=ticks)
+    with pytest.raises((RuntimeError, SystemExit, KeyboardInterrupt)):
+        run(ticks, monitor=monitor, epochs=3, callbacks=[Boom(error)])
+    assert sum(monitor.gpu_seconds.values()) == pytest.approx(ticks.now - 100.0)
+    before = sum(monitor.gpu_seconds.values())
+    ticks.pass_by(3600.0)
+    assert sum(monitor.state_dict()["gpu_seconds"].values()) == pytest.approx(before)
+    _, metrics = run(ticks, monitor=monitor)
+    assert sum(monitor.gpu_seconds.values()) == pytest.approx(before + 21.0)
+    # The interrupted iteration's work is not in the rates of the next one.
+    assert metrics["update_tokens_per_second"] == pytest.approx(16)
+
+
+def test_teardown_alone_stops_the_clock():
+    ticks = Ticks()
+    monitor = TokenThroughputMonitor(SHAPE, peak_tflops=1e-6, clock=ticks)
+    trainer, module = quiet_trainer(), StubModule()
+    monitor.on_fit_start(trainer, module)
+    ticks.pass_by(2.0)
+    monitor.teardown(trainer, module, "fit")
+    ticks.pass_by(3600.0)
+    assert sum(monitor.state_dict()["gpu_seconds"].values()) == 2.0
+
+
 def test_an_unknown_device_means_no_utilization_and_one_message():
     ticks = Ticks()
     with pytest.warns(UserWarning, match=r"no dense peak is known for device 'cpu'.*peak_tflops") as caught:

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lit_rl.callbacks import ZeroAdvantageMonitor
 from lit_rl.data.collate import collate, filler_batch
@@ -110,6 +112,30 @@ def test_wasted_episodes_are_counted_once_over_any_stop(cadence: dict, tmp_path:
         resumed = ZeroAdvantageMonitor(patience=4)
         run(resumed, [ModelCheckpoint(tmp_path / "other")], ckpt_path=path)
         assert resumed.episodes_wasted == through.episodes_wasted == 4 * 12, path.name
+
+
+def test_shaped_groups_that_fail_by_outcome_are_counted_apart() -> None:
+    def shaped(name: str, rewards: list[float], outcomes: list[float | None]) -> list[Any]:
+        found = zip(rewards, outcomes, strict=True)
+        return [attempt(r, group=name, task=name, info={} if o is None else {"outcome": o}) for r, o in found]
+
+    groups = shaped("a", [0.1, 0.0], [0.0, None]) + shaped("b", [0.9, 1.0], [1.0, 1.0])
+    groups += shaped("c", [0.3, 0.3], [0.0, 0.0]) + shaped("d", [0.3, 1.0], [0.0, 1.0]) + group("e", [1.0, 0.0])
+    metrics = fit(ZeroAdvantageMonitor(), lambda epoch: groups)
+    shares = {name.removeprefix("zero_advantage/"): value for name, value in metrics.items()}
+    assert shares["all_fail_by_outcome"] == shares["all_pass_by_outcome"] == pytest.approx(0.2)
+    # Those are trained; only the group of equal rewards is not, and its outcomes say why.
+    assert shares["groups"] == shares["all_fail"] == pytest.approx(0.2)
+    assert shares["all_pass"] == shares["equal_partial"] == shares["masked"] == 0.0
+
+
+def test_a_loader_of_something_else_is_refused() -> None:
+    class Module(StubModule):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.weight.sum()
+
+    with pytest.raises(MisconfigurationException, match="`ZeroAdvantageMonitor` reads PackedBatch .* got Tensor"):
+        quiet_trainer(callbacks=[ZeroAdvantageMonitor()]).fit(Module(), loader([torch.zeros(2)]))
 
 
 def test_an_own_loader_is_counted_by_trajectory() -> None:

@@ -38,6 +38,36 @@ class PlainCausalMask(CausalLMPolicy):
             )[0]
 
 
+class LooksAhead(nn.Module):
+    """Adds what stands at the next position, as a kernel of width 2 padded on the wrong side does."""
+
+    def __init__(self, inner: nn.Module, share: float = 1.0) -> None:
+        super().__init__()
+        self.inner, self.share = inner, share
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        outputs = self.inner(hidden)
+        return outputs + self.share * nn.functional.pad(outputs, (0, 0, 0, 1))[:, 1:]
+
+
+class Rolled(LooksAhead):
+    def forward(self, hidden: Tensor) -> Tensor:
+        return torch.roll(self.inner(hidden), -1, 1)
+
+
+class OwnModel(nn.Module):
+    """A model of one's own that does not say where its embedding is."""
+
+    def __init__(self, kind: type[LooksAhead]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.position = (nn.Parameter(torch.randn(n, 8)) for n in (32, 64))
+        self.mixer, self.lm_head = kind(nn.Linear(8, 8)), nn.Linear(8, 32, bias=False)
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, segment_ids: Tensor) -> Tensor:
+        return self.mixer(self.table[input_ids] + self.position[position_ids])
+
+
 def moved(policy: CausalLMPolicy, model: nn.Module) -> float:
     """Nats by which a packed batch is off."""
     generator = torch.Generator().manual_seed(3)
@@ -90,6 +120,42 @@ def test_without_a_bug_nothing_is_found(architecture: str) -> None:
     assert verdict.ok, verdict.message
     assert verdict.figures["alone_nats"] <= 1e-5
     assert verdict.figures["gradient_share"] == verdict.figures["changed_nats"] == 0.0
+
+
+@pytest.mark.parametrize("layout", ["auto", "packed", "padded"])
+@pytest.mark.parametrize("kind", [LooksAhead, Rolled])
+def test_a_look_ahead_of_one_token_is_refused_by_the_name_of_the_module(kind: type[LooksAhead], layout: str) -> None:
+    model = tiny_policy_model("qwen3")
+    model.model.layers[1].mlp = kind(model.model.layers[1].mlp)
+    with pytest.raises(ValueError, match=rf"not causal.*`model\.layers\.1\.mlp` \({kind.__name__}\)"):
+        CausalLMPolicy(model, layout=layout).resolve_layout()
+    verdict = check_packing(model)
+    assert not verdict.ok
+    assert verdict.figures["future_nats"] > 0.1
+    assert verdict.figures["future_gradient_share"] > 0.1
+    # A policy that was settled before the module came in.
+    policy = CausalLMPolicy(tiny_policy_model("qwen3"), layout="packed" if layout == "auto" else layout)
+    policy.resolve_layout()
+    policy.model.model.layers[1].mlp = kind(policy.model.model.layers[1].mlp)
+    assert "the model is not causal" in check_packing(policy).message
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_faint_look_ahead_shows_in_the_gradient(dtype: torch.dtype) -> None:
+    policy = CausalLMPolicy(tiny_policy_model("qwen3", dtype=dtype))
+    policy.resolve_layout()
+    policy.model.model.layers[1].mlp = LooksAhead(policy.model.model.layers[1].mlp, 1e-3)
+    verdict = check_packing(policy, tolerance=0.25)
+    assert not verdict.ok
+    assert "the model is not causal" in verdict.message
+    assert verdict.figures["future_nats"] < 0.025
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+@pytest.mark.parametrize("kind", [LooksAhead, Rolled])
+def test_a_look_ahead_is_seen_where_the_embedding_is_unknown(kind: type[LooksAhead], layout: str) -> None:
+    with pytest.raises(ValueError, match=rf"not causal.*`mixer` \({kind.__name__}\)"):
+        CausalLMPolicy(OwnModel(kind), layout=layout).resolve_layout()
 
 
 def test_padded_policies_are_checked_as_such() -> None:

@@ -69,7 +69,7 @@ def test_one_epoch_is_one_rollout_of_the_current_policy():
 
     trainer = quiet_trainer(max_epochs=3, callbacks=[Look()])
     trainer.fit(PolicyModule(tiny_policy_model(), learning_rate=1e-3), data)
-    assert trainer.reload_dataloaders_every_n_epochs == 1
+    assert trainer.reload_dataloaders_every_n_epochs == 0  # given back after the fit
     assert all(len(g) == 3 for g in groups)
     assert groups[0].isdisjoint(groups[1])
     assert groups[1].isdisjoint(groups[2])
@@ -156,6 +156,28 @@ def test_unusable_settings_are_explained():
         fit(PackedDataModule([random_trajectories(1)[0], Trajectory([1, 2], [0, 1], 1.0)], max_tokens=24))
 
 
+@pytest.mark.parametrize(
+    ("tasks", "error", "message"),
+    [
+        ([{"number": 3}], ValueError, r"`validation_tasks`: task 0 has no 'id' \(found \['number'\]\)"),
+        ([{"id": "a"}, {"id": 7}], TypeError, "`validation_tasks`: task 1 has the id 7, expected a string"),
+        ([{"id": "a"}, {"id": "a"}], ValueError, "`validation_tasks`: tasks 0 and 1 both have the id 'a'"),
+        ([], ValueError, "`validation_tasks` is empty"),
+        ({"id": "a"}, TypeError, "`validation_tasks` must be a sequence of mappings, got dict"),
+    ],
+)
+def test_held_out_tasks_are_checked_at_construction(tasks, error, message):
+    with pytest.raises(error, match=message):
+        PackedDataModule(online(), max_tokens=40, validation_tasks=tasks)
+
+
+def test_rewards_are_advantages_without_a_baseline():
+    equal = [Trajectory([3, 4, 5], [0, 1, 1], 1.0, task="a") for _ in range(3)]
+    data = PackedDataModule(equal, max_tokens=16, baseline="none")
+    quiet_trainer().fit(PolicyModule(tiny_policy_model()), data)
+    assert data.iteration.advantages.tolist() == [1.0, 1.0, 1.0]
+
+
 def test_ratio_before_the_first_of_several_updates_is_exactly_one():
     ratios = []
 
@@ -196,3 +218,49 @@ def test_validation_on_held_out_tasks_and_on_held_out_trajectories():
             for t in trajectories
         ]
     assert metrics["val/nats_per_token"] == pytest.approx(float(torch.cat(nats).mean()), rel=1e-5)
+
+
+def test_sampler_log_probs_are_cut_with_their_trajectories():
+    data = PackedDataModule(
+        random_trajectories(8), max_tokens=7, overlong="truncate", old_log_probs="sampler", steps_per_iteration=2
+    )
+    with pytest.warns(UserWarning, match="were cut"):
+        quiet_trainer().fit(PolicyModule(tiny_policy_model()), data)
+    assert [len(old) for old in data.old_log_probs_by_trajectory] == data.iteration.lengths
+
+
+def test_what_was_cut_to_the_budget_counts_as_truncated():
+    long = [Trajectory([3] * n, [0] + [1] * (n - 1), float(n % 2), group="g") for n in (12, 7)]
+    for truncated, counts in (("keep", [7, 6]), ("mask", [0, 6])):
+        data = PackedDataModule(long, max_tokens=8, overlong="truncate", truncated=truncated)
+        with pytest.warns(UserWarning, match="were cut"):
+            quiet_trainer().fit(PolicyModule(tiny_policy_model()), data)
+        assert data.iteration.truncated.tolist() == [True, False]
+        assert data.iteration.scored_counts == counts
+
+
+def test_groups_of_one_are_named_as_the_reason_and_only_once():
+    alone = [Trajectory([3, 4, 5], [0, 1, 1], float(i % 2)) for i in range(6)]
+    with pytest.warns(UserWarning, match="every trajectory is a group of its own") as caught:
+        quiet_trainer(max_epochs=3).fit(PolicyModule(tiny_policy_model()), PackedDataModule(alone, max_tokens=8))
+    assert sum("nothing to train on" in str(warning.message) for warning in caught) == 1
+
+
+def test_arguments_that_contradict_each_other():
+    held_out = {"validation_tasks": [{"id": "a", "number": 9}], "validation_data": random_trajectories(2)}
+    with pytest.raises(ValueError, match="exclude each other"):
+        PackedDataModule(online(), max_tokens=40, **held_out)
+    limited = online(max_trajectory_tokens=64)
+    with pytest.raises(ValueError, match=r"`max_tokens` \(8\) is below the rollouts' `max_trajectory_tokens` \(64\)"):
+        PackedDataModule(limited, max_tokens=8)
+    PackedDataModule(limited, max_tokens=8, overlong="drop")
+    with pytest.raises(MisconfigurationException, match="nothing to validate on"):
+        quiet_trainer().validate(
+            PolicyModule(tiny_policy_model()), PackedDataModule(random_trajectories(2), max_tokens=40)
+        )
+
+
+def test_longer_than_the_model_was_made_for_is_said():
+    long = [Trajectory([3] * 80, [0] + [1] * 79, float(i), group="g") for i in range(2)]
+    with pytest.warns(UserWarning, match="80 tokens, but the model's configuration says `max_position_embeddings`=64"):
+        quiet_trainer().fit(PolicyModule(tiny_policy_model()), PackedDataModule(long, max_tokens=200))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 
 import pytest
@@ -218,3 +219,112 @@ def test_checkpoints_load_and_export(tmp_path):
     exported = PolicyModule(str(tmp_path / "exported"))
     exported.configure_model()
     assert torch.equal(weights(exported), weights(module))
+
+
+class TimesAdvantage(PolicyModule):
+    """A user's own objective: every trajectory is computed, whatever its advantage."""
+
+    def objective(self, log_probs, batch):
+        return -batch.advantages * log_probs
+
+
+def test_a_gradient_of_zero_moves_nothing_whatever_the_objective():
+    model = tiny_policy_model()
+    start = weights(PolicyModule(copy.deepcopy(model)))
+    module = TimesAdvantage(copy.deepcopy(model), learning_rate=0.1, weight_decay=0.5)
+    assert module.loss_on == "scored"
+    with pytest.warns(UserWarning, match="is exactly 0"):
+        _, trainer = fit(module, PackedDataModule(random_trajectories(8, reward=1.0), max_tokens=24))
+    assert torch.equal(weights(module), start)
+    assert module.steps_without_signal == 1
+    assert len(trainer.optimizers[0].state) == 0
+
+
+def test_momentum_does_not_move_weights_in_a_step_without_gradient():
+    live, dead = random_trajectories(4, seed=1), random_trajectories(4, seed=2, reward=1.0, group="dead")
+    module = TimesAdvantage(tiny_policy_model(), learning_rate=0.1)
+    data = PackedDataModule(live + dead, max_tokens=1000, steps_per_iteration=2)
+    seen = []
+
+    class Watch(KeepGradients):
+        def on_train_batch_end(self, trainer, pl_module, *_):
+            seen.append((pl_module.steps_without_signal, weights(pl_module).clone()))
+
+    fit(module, data, max_epochs=3, callbacks=[Watch()])
+    moved = [not torch.equal(before[1], after[1]) for before, after in itertools.pairwise(seen)]
+    without = [after[0] > before[0] for before, after in itertools.pairwise(seen)]
+    assert any(without)
+    assert moved == [not skipped for skipped in without]
+
+
+def test_a_kl_gradient_is_kept_where_the_correction_masks_every_token():
+    far = [
+        Trajectory(t.token_ids, t.action_mask, t.reward, group=t.group, log_probs=t.log_probs - 9.0)
+        for t in random_trajectories(8, seed=2)
+    ]
+    module = PolicyModule(
+        tiny_policy_model(), learning_rate=0.1, sampler_correction="mask", kl_coefficient=0.1, loss_on="live",
+        reference=tiny_policy_model(seed=1),
+    )  # fmt: skip
+    start = weights(module)
+    fit(module, PackedDataModule(far, max_tokens=1000))
+    assert module.steps_without_signal == 0
+    assert not torch.equal(weights(module), start)
+
+
+def test_a_gradient_that_is_no_number_is_an_error_before_the_update():
+    class Root(PolicyModule):
+        def objective(self, log_probs, batch):
+            return -batch.advantages * (log_probs - log_probs.detach()).abs().sqrt()
+
+    module = Root(tiny_policy_model(), learning_rate=1e-3)
+    start = weights(module)
+    with pytest.raises(
+        ValueError, match=r"finite, but the norm of its gradient is nan: that of `policy\..*` is the first"
+    ):
+        fit(module)
+    assert torch.equal(weights(module), start)
+
+
+def test_a_loss_that_is_no_number_says_where_it_comes_from():
+    class Divides(PolicyModule):
+        def objective(self, log_probs, batch):
+            return -batch.advantages * log_probs / (log_probs.detach() * 0)
+
+    with pytest.raises(ValueError, match="a division by 0 or an overflow in `objective`"):
+        fit(Divides(tiny_policy_model()))
+
+
+def test_held_out_likelihood_needs_no_reward_and_no_end():
+    def nats(trajectories, **data):
+        module = PolicyModule(tiny_policy_model())
+        held_out = PackedDataModule(random_trajectories(8), max_tokens=40, validation_data=trajectories, **data)
+        return quiet_trainer().validate(module, held_out, verbose=False)[0]
+
+    whole = nats(random_trajectories(6, seed=9))["val/nats_per_token"]
+    assert whole > 1.0
+    for data in ({}, {"missing_rewards": "ignore"}):
+        assert nats(random_trajectories(6, seed=9, reward=None), **data)["val/nats_per_token"] == whole
+    cut = nats(random_trajectories(6, seed=9, truncated=True), truncated="mask")
+    assert cut["val/nats_per_token"] == whole
+    assert nats([Trajectory([4, 5], [0, 0], 1.0)]) == {}
+
+
+def test_imitation_needs_no_rewards():
+    def loss(trajectories):
+        module = PolicyModule(tiny_policy_model(), objective="supervised")
+        _, trainer = fit(module, PackedDataModule(trajectories, max_tokens=40))
+        return float(trainer.callback_metrics["train/loss"])
+
+    assert loss(random_trajectories(8, reward=None)) == loss(random_trajectories(8))
+
+
+def test_a_model_that_cannot_be_loaded_is_named():
+    with pytest.raises(ValueError, match=r"`model`='no/such/place' could not be loaded; give a folder"):
+        fit(PolicyModule("no/such/place"))
+    with pytest.raises(ValueError, match=r"`reference`='no/such/place' could not be loaded"):
+        PolicyModule(tiny_policy_model(), kl_coefficient=0.1, reference="no/such/place")
+    with pytest.raises(TypeError, match="give the model inside it"):
+        PolicyModule(tiny_policy_model(), kl_coefficient=0.1, reference=PolicyModule(tiny_policy_model()))
+    with pytest.raises(TypeError, match="must be a path or a torch module, got Qwen3Config"):
+        PolicyModule(tiny_policy_model(), kl_coefficient=0.1, reference=tiny_config())

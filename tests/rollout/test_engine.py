@@ -277,6 +277,11 @@ def test_bad_settings_are_refused() -> None:
         TransformersEngine(policy, end_ids=2)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="got '</s>'"):
         TransformersEngine(policy, end_ids=["</s>"])  # type: ignore[list-item]
+    with pytest.raises(TypeError, match=r"`batch_size` must be an integer of at least 1, got 1\.5"):
+        TransformersEngine(policy, end_ids=[2], batch_size=1.5)  # type: ignore[arg-type]
+    for limit in (1.5, [1.5], "1"):
+        with pytest.raises(TypeError, match="`max_new_tokens` must be an integer, or one per prompt, got"):
+            TransformersEngine(policy, end_ids=[2]).generate([[1]], max_new_tokens=limit, temperature=1.0, seeds=[1])  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="`temperature` must be a number"):
         TransformersEngine(policy, end_ids=[2]).generate([[1]], max_new_tokens=1, temperature="1", seeds=[1])  # type: ignore[arg-type]
 

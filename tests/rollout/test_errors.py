@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -38,13 +39,26 @@ class Planted(Dialogue):
             "observation": Turn("text"),  # type: ignore[arg-type]
             "done": Turn(done=1),  # type: ignore[arg-type]
             "infinite": Turn(done=True, reward=math.inf),
+            "replaced": self.replaced(),
             "missing": Turn(done=True),
             "reserved": Turn(info={"stop": "now"}),
             "json": Turn(info={"tensor": torch.ones(1)}),
         }
+        if self.fails == "refused":
+            return Turn(done=True, reward="1.0")  # type: ignore[arg-type]
+        if self.fails == "listed":
+            return Turn(info=["a"])  # type: ignore[arg-type]
         if self.fails == "step":
             raise ZeroDivisionError("by zero")
         return planted.get(self.fails, turn)
+
+    def replaced(self) -> Turn:
+        turn = Turn(done=True, reward=1.0)
+        turn.reward = "1.0"  # type: ignore[assignment]
+        return turn
+
+    def reward_when_cut(self, reason: str) -> Any:
+        return "0.0" if getattr(self, "fails", None) == "cut" else 0.0
 
     def close(self) -> None:
         super().close()
@@ -62,6 +76,9 @@ PLANTED = {
     "observation": r"turn 2: TypeError: the observation is 'text'",
     "done": r"turn 2: TypeError: `Turn.done` is 1",
     "infinite": r"turn 2: ValueError: the reward is inf",
+    "refused": r"turn 2: TypeError: `Turn.reward` is '1.0', expected a number or None",
+    "replaced": r"turn 2: TypeError: the reward is '1.0'; expected a number, or None where there is none",
+    "listed": r"turn 2: TypeError: `Turn.info` is \['a'\], expected a dict or None",
     "missing": r"turn 2: ValueError: the episode is over and no turn gave a reward",
     "reserved": r"turn 2: ValueError: `Turn.info` has the keys \['stop'\]",
     "json": r"turn 2: TypeError: `Turn.info` must hold JSON-like values",
@@ -105,6 +122,29 @@ def test_a_missing_reward_keeps_the_truncation_flag() -> None:
     assert (trajectory.truncated, trajectory.info["stop"]) == (True, "max_new_tokens")
 
 
+def test_a_reward_of_a_cut_episode_is_checked_like_any_other() -> None:
+    with pytest.raises(RuntimeError, match=r"task 'task-1', attempt 0, turn 1: TypeError: the reward is '0.0'"):
+        collect(source(Planted, make_tasks(4, fails="cut"), max_turns=1))
+
+
+@pytest.mark.parametrize("one", [1, True, np.float32(1), np.bool_(True), torch.tensor(1), torch.tensor([1.0])])
+@pytest.mark.parametrize("done", [True, np.bool_(True), torch.tensor(True)])
+def test_a_turn_takes_anybodys_numbers_and_flags(one: Any, done: Any) -> None:
+    class Judge(OneToken):
+        def step(self, token_ids: Sequence[int]) -> Turn:
+            return Turn(done=done, reward=one, info=None)
+
+    assert Turn(reward=one).reward == 1.0
+    assert Turn(info=None).info == {}
+    assert {(t.reward, t.info["stop"]) for t in collect(source(Judge, engine=ScriptedEngine([5])))} == {(1.0, "done")}
+
+
+@pytest.mark.parametrize("reward", ["1.0", b"1", [1.0], np.array([1.0, 2.0]), torch.ones(2), np.str_("1"), object()])
+def test_a_reward_that_is_no_number_is_refused_at_construction(reward: Any) -> None:
+    with pytest.raises(TypeError, match=r"`Turn.reward` is .*, expected a number or None"):
+        Turn(reward=reward)
+
+
 def test_a_factory_that_makes_something_else_is_refused() -> None:
     with pytest.raises(RuntimeError, match="reset: TypeError: `environment` made <object"):
         collect(source(object))
@@ -113,18 +153,41 @@ def test_a_factory_that_makes_something_else_is_refused() -> None:
 @pytest.mark.parametrize(
     ("completion", "message"),
     [
-        (Completion([], [], False), "0 ids and 0 log-probabilities for prompt 0; expected 1 to 6"),
-        (Completion([3] * 7, [-1.0] * 7, False), "7 ids and 7 log-probabilities"),
-        (Completion([3, 4], [-1.0], False), "2 ids and 1 log-probabilities"),
+        (Completion([], [], False), "got 0 ids and 0 log-probabilities; expected 1 to 6"),
+        (Completion([3] * 7, [-1.0] * 7, False), "got 7 ids and 7 log-probabilities"),
+        (Completion([3, 4], [-1.0], False), "got 2 ids and 1 log-probabilities"),
+        (
+            Completion([3], None, False),
+            r"Completion\(.*\) has no \['log_probs'\]; expected a `Completion` with one log-",
+        ),
+        (Completion([3, 4], [-1.0, None], False), r"`log_probs`\[1\] is None, expected a number"),
+        (Completion([3], [-1.0], "length"), "`truncated` is 'length', expected True or False"),
+        (Completion([3.5], [-1.0], False), "`token_ids` holds 3.5, expected integers"),
+        (Completion([99], [-1.0], False), "`token_ids` holds the id 99; expected 0 to 31"),
+        ({"token_ids": [3]}, r"has no \['token_ids', 'log_probs', 'truncated'\]"),
     ],
 )
-def test_an_engine_that_breaks_the_rules_is_named(completion: Completion, message: str) -> None:
+def test_an_engine_that_breaks_the_rules_is_named(completion: Any, message: str) -> None:
     class Careless(ScriptedEngine):
         def generate(self, prompts: Any, **_: Any) -> list[Completion]:
             return [completion] * len(prompts)
 
-    with pytest.raises(ValueError, match=rf"`Careless.generate` returned {message}"):
+    where = r"`Careless.generate` for prompt 0 \(task 'task-\d', attempt 0, turn 1\): "
+    with pytest.raises((TypeError, ValueError), match=where + f".*{message}"):
         collect(source(engine=Careless()))
+
+
+@pytest.mark.parametrize(
+    "kind", [tuple, np.array, torch.tensor, lambda values: [np.asarray(value) for value in values]]
+)
+def test_an_engine_may_answer_in_arrays(kind: Any) -> None:
+    class Arrays(ScriptedEngine):
+        def generate(self, *args: Any, **options: Any) -> list[Completion]:
+            found = super().generate(*args, **options)
+            return [Completion(kind(c.token_ids), kind(c.log_probs), np.bool_(c.truncated)) for c in found]
+
+    # Several turns, so that later ones are appended to earlier ones.
+    assert same(collect(source(engine=Arrays([5, 6]))), collect(source(engine=ScriptedEngine([5, 6]))))
 
 
 def test_an_engine_that_loses_prompts_is_named() -> None:

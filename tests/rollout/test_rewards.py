@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -108,7 +109,7 @@ def test_messages_go_through_the_chat_template() -> None:
     assert got[0] == (messages, [{"role": "assistant", "content": "a"}])
 
 
-@pytest.mark.parametrize("prompt", [[4, 5], torch.tensor([4, 5]), (4, 5)])
+@pytest.mark.parametrize("prompt", [[4, 5], torch.tensor([4, 5]), (4, 5), np.array([4, 5], dtype=np.uint16)])
 def test_prompts_of_ids_need_no_tokenizer(prompt: Any) -> None:
     trajectory = attempt(
         SingleTurn(lambda completions: [float(len(c)) for c in completions]), make_tasks(1, prompt=prompt), 6
@@ -167,7 +168,8 @@ def test_a_reward_that_raises_names_its_task_and_costs_only_that() -> None:
 @pytest.mark.parametrize(
     ("reward", "message"),
     [
-        (lambda completions: [1.0], r"ValueError: reward '<lambda>' returned 1 values for 1 completions"),
+        (lambda completions: [1.0] * 3, "reward '<lambda>' returned 3 values for 2 completions; return one for each"),
+        (lambda completions: [1.0] * (len(completions) - 1), "returned 1 values for 2 completions"),
         (lambda completions: None, "TypeError: reward '<lambda>' returned None, expected a list"),
         (lambda completions: "good", "TypeError: reward '<lambda>' returned 'good', expected a list"),
         (lambda completions: ["good"] * len(completions), "returned 'good', expected a number or None"),
@@ -176,8 +178,6 @@ def test_a_reward_that_raises_names_its_task_and_costs_only_that() -> None:
     ],
 )
 def test_results_that_are_no_rewards_are_named(reward: Any, message: str) -> None:
-    if "1 values" in message:
-        reward, message = (lambda completions: [1.0] * 3), "returned 3 values for 1 completions"
     with pytest.raises(RuntimeError, match=message):
         attempt(SingleTurn(reward), make_tasks(1, prompt=[4]), 5)
 
@@ -187,7 +187,12 @@ def test_results_that_are_no_rewards_are_named(reward: Any, message: str) -> Non
     [
         ({}, r"the task has no field 'prompt' \(found \['id', 'number'\]\)"),
         ({"prompt": "c"}, r"the prompt is text \('c'\) and there is no tokenizer"),
-        ({"prompt": 7}, "the prompt must be text, a list of messages or token ids, got 7"),
+        ({"prompt": 7}, r"the prompt must be text, a list of messages or token ids \(integers\), got 7"),
+        ({"prompt": [1.7, 2.2]}, r"token ids \(integers\), got \[1.7, 2.2\]"),
+        ({"prompt": torch.tensor([1.7, 2.2])}, r"token ids \(integers\), got tensor\(\[1.7000, 2.2000\]\)"),
+        ({"prompt": np.array([1.7, 2.2])}, r"token ids \(integers\), got array\(\[1.7, 2.2\]\)"),
+        ({"prompt": [torch.tensor(1.0)]}, r"token ids \(integers\), got \[tensor\(1.\)\]"),
+        ({"prompt": torch.tensor([True, False])}, r"token ids \(integers\), got tensor\(\[ True, False\]\)"),
         ({"prompt": None}, "got None"),
     ],
 )
@@ -203,11 +208,61 @@ def test_prompts_that_cannot_be_read_are_named(task: dict, message: str) -> None
         ({"rewards": {"a": 1}}, TypeError, "reward 'a' is 1, expected a function"),
         ({"rewards": [length], "weights": [1.0, 2.0]}, ValueError, "2 entries for 1 reward functions"),
         ({"rewards": [length], "weights": [math.nan]}, ValueError, "`weights` must be finite"),
+        (
+            {"rewards": [length], "weights": {"length": 1.0}},
+            TypeError,
+            r"`weights` is \{'length': 1.0\}; expected a list",
+        ),
+        ({"rewards": [length], "weights": 1.0}, TypeError, "`weights` is 1.0; expected a list"),
+        ({"rewards": [length], "weights": "1"}, TypeError, "`weights` is '1'; expected a list"),
+        ({"rewards": [length], "weights": ["1"]}, TypeError, r"`weights`\[0\] is '1', expected a number"),
+        ({"rewards": 7}, TypeError, "`rewards` is 7, expected a function, several, or several by name"),
+        ({"rewards": torch.add}, TypeError, "reward 'add' is .* does not say what arguments it takes; wrap it"),
     ],
 )
 def test_bad_settings_are_refused(arguments: dict, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         SingleTurn(**arguments)
+
+
+def test_arguments_that_are_positional_only_are_given_by_position() -> None:
+    def first(completions: list[Any], number: list[int], /, unknown: int = 3) -> list[float]:
+        return [float(len(ids) + n + unknown) for ids, n in zip(completions, number, strict=True)]
+
+    def rest(completions: list[Any], other: Any = None, /, **columns: Any) -> list[float]:
+        assert other is None
+        assert "completions" not in columns
+        return [0.5] * len(completions) if "number" in columns else []
+
+    trajectories = attempt(SingleTurn([first, rest]), make_tasks(2, prompt=[4]), 5, 6)
+    assert [t.reward for t in trajectories] == [5.5, 5.5, 6.5, 6.5]
+
+
+def test_a_builtin_that_asks_for_no_column_is_named() -> None:
+    with pytest.raises(RuntimeError, match=r"reward 'len' asks for \['obj'\], but the tasks only give"):
+        attempt(SingleTurn(len), make_tasks(1, prompt=[4]), 5)
+
+
+def test_an_answer_that_a_function_skips_is_told_in_the_numbers_of_the_whole_call() -> None:
+    def skips(completions: list[Any], number: list[int]) -> list[float]:
+        return [1.0 for n in number if n != 1]
+
+    with pytest.warns(UserWarning, match="each was scored alone"):
+        trajectories = attempt(SingleTurn(skips), make_tasks(3, prompt=[4]), 5, errors="unscored")
+    assert [t.is_rewarded for t in trajectories] == [True, True, False, False, True, True]
+    assert "reward 'skips' returned 4 values for 6 completions" in trajectories[2].info["error"]
+
+
+@pytest.mark.parametrize("kind", [list, tuple, np.array, torch.tensor])
+def test_weights_and_rewards_may_be_arrays(kind: Any) -> None:
+    def one(completions: list[Any]) -> Any:
+        return kind([1.0] * len(completions))
+
+    def ones(completions: list[Any]) -> Any:
+        return [torch.ones(1)] * len(completions)
+
+    trajectory = attempt(SingleTurn([one, ones], weights=kind([0.25, 0.5])), make_tasks(1, prompt=[4]), 5)[0]
+    assert trajectory.reward == 0.75
 
 
 def test_functions_of_one_name_are_told_apart() -> None:
