@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -52,7 +53,7 @@ def save_picture(folder: Path) -> Path:
     )
     left.set(xlabel="episodes sampled", ylabel="pass rate", ylim=(0, 1.02))
     for series, colour, label in (
-        (_smooth(log["zero_advantage/groups"]), "#c0504d", "groups without signal"),
+        (_smooth(log.get("zero_advantage/groups", [])), "#c0504d", "groups without signal"),
         (_padding(log, "padding/padded_layout_positions"), "#8a8a8a", "padding, if padded"),
         (_padding(log, "padding/positions"), "#2f8f5b", "padding, as packed"),
     ):
@@ -88,15 +89,16 @@ def print_table(
     """
     log = read_log(folder)
     episodes = _cumulative(log["rollout/trajectories"])[-1]
+    late = log.get("zero_advantage/groups", [])[-20:]
     rows = [
         ("held-out pass rate, before", f"{before['val/pass_rate']:.2f}"),
         ("held-out pass rate, after", f"{after['val/pass_rate']:.2f}"),
         ("episodes sampled", f"{episodes:.0f}"),
-        ("groups without signal, last 20 iterations", _percent(_tail(log.get("zero_advantage/groups", [])))),
-        ("padding, as packed", _percent(_padding(log, "padding/positions", 10**6)[-1][1])),
+        (f"groups without signal, last {len(late)} iterations", _percent(_mean(late))),
+        ("padding, as packed", _percent(_mean(_padding(log, "padding/positions", 10**6)[-1:]))),
         (
             "padding, if the batches were padded",
-            _percent(_padding(log, "padding/padded_layout_positions", 10**6)[-1][1]),
+            _percent(_mean(_padding(log, "padding/padded_layout_positions", 10**6)[-1:])),
         ),
         ("tokens over 20% from the sampler's ratio", _percent(_mean(log.get("sampler_ratio/outside_20_percent", [])))),
         ("imitation, seconds", f"{imitation_seconds:.0f}"),
@@ -104,6 +106,8 @@ def print_table(
     ]
     width = max(len(name) for name, _ in rows)
     print("\n" + "\n".join(f"  {name:<{width}}  {value:>8}" for name, value in rows))
+    if late and min(_values(late)) == 1.0:
+        print("\n  No group had a signal: every attempt at a task ended alike. Try more --demonstrations.")
     print(f"\n  log      {folder / 'metrics.csv'}\n  picture  {picture}\n")
 
 
@@ -131,8 +135,9 @@ def _smooth(series: Series, window: int = 8) -> Series:
 
 def _padding(log: Mapping[str, Series], positions: str, window: int = 8) -> Series:
     """Padding share over a window, from sums: an iteration with nothing to compute weighs nothing."""
-    real = dict(log["padding/real"])
-    pairs = [(iteration, computed, real[iteration]) for iteration, computed in log[positions] if iteration in real]
+    real = dict(log.get("padding/real", []))
+    computed = log.get(positions, [])
+    pairs = [(iteration, number, real[iteration]) for iteration, number in computed if real.get(iteration, 0)]
     parts = [pairs[max(0, end - window) : end] for end in range(1, len(pairs) + 1)]
     return [(part[-1][0], 1 - sum(r for *_, r in part) / max(sum(c for _, c, _ in part), 1)) for part in parts]
 
@@ -141,9 +146,5 @@ def _mean(series: Series) -> float:
     return sum(_values(series)) / len(series) if series else float("nan")
 
 
-def _tail(series: Series, count: int = 20) -> float:
-    return _mean(series[-count:])
-
-
 def _percent(share: float) -> str:
-    return f"{100 * share:.1f}%"
+    return "-" if math.isnan(share) else f"{100 * share:.1f}%"

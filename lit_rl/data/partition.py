@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Hashable, Sequence
 from typing import Any, Literal
 
@@ -10,6 +11,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from lit_rl.data.packing import as_count
+from lit_rl.options import as_integer
 
 Partition = Literal["groups", "trajectories"]
 Seed = int | Sequence[int] | None
@@ -67,7 +69,9 @@ def seeded_generator(seed: Seed, use: Literal["steps", "order"]) -> np.random.Ge
         >>> bool(seeded_generator(3, "order").integers(99) == seeded_generator((3,), "order").integers(99))
         True
     """
-    parts = [0 if seed is None else seed] if seed is None or isinstance(seed, (int, np.integer)) else list(seed)
+    one = 0 if seed is None else as_integer(seed)
+    # NumPy takes its own integers and Python's, no other library's.
+    parts = [operator.index(part) for part in seed] if one is None else [one]  # type: ignore[union-attr]
     return np.random.default_rng([*parts, ("steps", "order").index(use)])
 
 
