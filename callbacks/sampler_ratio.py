@@ -28,6 +28,9 @@ class SamplerRatioMonitor(Callback):
     | name under `sampler_ratio/` | meaning |
     |---|---|
     | `outside_20_percent` | share of tokens with a ratio more than 20% from 1 |
+    | `above_20_percent` | share of tokens with a ratio above 1.2 |
+    | `mean_ratio`, `mean_ratio_error` | mean ratio, and its standard error: 1, or the share of the distribution that \
+the sampler kept when it cut (top-p, top-k) |
     | `max` | largest absolute log-ratio, nats |
     | `mean` | mean log-ratio, nats |
     | `kl` | estimate of KL(sampler, trainer), nats per token |
@@ -35,8 +38,9 @@ class SamplerRatioMonitor(Callback):
     | `outside_first`, `outside_later` | the first share for segments that stand first in their row, and behind \
 another one |
 
-    The warning names the likely causes in order (see `check_sampler_ratio`). It is given for trajectories that this
-    policy sampled; a fixed data set was sampled by another one, so only its first iteration is judged.
+    The warning names the likely causes in order, the likeliest first (see `check_sampler_ratio`). It is given for
+    trajectories that this policy sampled; a fixed data set was sampled by another one, so only its first iteration is
+    judged.
 
     Args:
         allowed_share: Warn when a larger share of tokens has a ratio more than 20% from 1.

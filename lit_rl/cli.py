@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _guarded(command: str, run: Callable[[], int]) -> int:
     try:
         return run()
-    except (ValueError, FileNotFoundError, ModuleNotFoundError) as error:
+    except (ValueError, OSError, ModuleNotFoundError) as error:
         print(f"lit-rl {command}: {error}", file=sys.stderr)
         return 2
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -254,7 +255,10 @@ class LogRatioCounts(CountingMetric):
 
     Figures: "tokens"; "outside_20_percent", the share of tokens with a ratio more than 20% away from 1; "max", the
     largest absolute log-ratio in nats; "mean" of the log-ratio in nats; "kl", an estimate of KL(sampler || trainer)
-    in nats per token: the mean of r - 1 - log r, never negative (Schulman 2020, "Approximating KL divergence").
+    in nats per token: the mean of r - 1 - log r, never negative (Schulman 2020, "Approximating KL divergence");
+    "mean_ratio", the mean of r, which is 1 for tokens drawn from the sampler's whole distribution and the share of it
+    that was kept where it was cut, with its standard error "mean_ratio_error"; "above_20_percent", the share of tokens
+    with a ratio above 1.2.
     "non_finite" tokens are counted and left out of all others. "outside_first" and "outside_later" are the shares
     outside among tokens of segments that stand first in their row, and of all later ones.
 
@@ -265,7 +269,10 @@ class LogRatioCounts(CountingMetric):
         0.5
     """
 
-    summed = ("tokens", "outside", "log_ratio", "kl", "non_finite", "first", "outside_first", "later", "outside_later")
+    tokenwise: ClassVar[tuple[str, ...]] = tuple(
+        "tokens outside above log_ratio kl excess excess_square non_finite".split()
+    )
+    summed = (*tokenwise, "first", "outside_first", "later", "outside_later")
     greatest = ("max",)
 
     def update(self, log_probs: Tensor, sampler_log_probs: Tensor, first_in_row: Tensor | None = None) -> None:
@@ -282,8 +289,9 @@ class LogRatioCounts(CountingMetric):
         # expm1 keeps small ratios exact; the clamp only keeps a hopeless one from becoming infinite.
         excess = torch.expm1(inside.clamp(max=80.0))
         outside = finite & (excess.abs() > 0.2)
-        values = [finite.sum(), outside.sum(), inside.sum(), (excess - inside).sum(), (~finite).sum()]
-        names = list(self.summed[:5])
+        values = [finite.sum(), outside.sum(), (excess > 0.2).sum(), inside.sum(), (excess - inside).sum()]
+        values += [excess.sum(), excess.square().sum(), (~finite).sum()]
+        names = list(self.tokenwise)
         if first_in_row is not None:
             first_in_row = first_in_row.cpu()
             for name, mask in (("first", first_in_row), ("later", ~first_in_row)):
@@ -297,8 +305,11 @@ class LogRatioCounts(CountingMetric):
         """The figures described above."""
         figures = {"tokens": counts["tokens"], "non_finite": counts["non_finite"], "max": counts["max"]}
         if counts["tokens"]:
-            for name, count in (("outside_20_percent", "outside"), ("mean", "log_ratio"), ("kl", "kl")):
-                figures[name] = counts[count] / counts["tokens"]
+            names = {"outside_20_percent": "outside", "above_20_percent": "above", "mean": "log_ratio", "kl": "kl"}
+            figures |= {name: counts[count] / counts["tokens"] for name, count in names.items()}
+            excess, square = counts["excess"] / counts["tokens"], counts["excess_square"] / counts["tokens"]
+            figures["mean_ratio"] = 1.0 + excess
+            figures["mean_ratio_error"] = math.sqrt(max(square - excess**2, 0.0) / counts["tokens"])
         for name in ("first", "later"):
             if counts[name]:
                 figures[f"outside_{name}"] = counts[f"outside_{name}"] / counts[name]

@@ -145,7 +145,7 @@ def check_real(least: float, **options: float | None) -> None:
     """
     for name, value in options.items():
         if value is not None and not least <= _real(name, value) < math.inf:
-            raise ValueError(f"`{name}` must be {_finite(value)}at least {least}, got {value}")
+            raise ValueError(f"`{name}` must be at least {least}{_finite(value)}, got {value}")
 
 
 def check_above(bound: float, **options: float) -> None:
@@ -167,7 +167,7 @@ def check_above(bound: float, **options: float) -> None:
     """
     for name, value in options.items():
         if not bound < _real(name, value) < math.inf:
-            raise ValueError(f"`{name}` must be {_finite(value)}greater than {bound}, got {value}")
+            raise ValueError(f"`{name}` must be greater than {bound}{_finite(value)}, got {value}")
 
 
 def _real(name: str, value: Any) -> float:
@@ -179,4 +179,4 @@ def _real(name: str, value: Any) -> float:
 
 def _finite(value: float) -> str:
     """A word more where the size is not what is wrong."""
-    return "" if math.isfinite(value) else "finite and "
+    return "" if math.isfinite(value) else " and finite"

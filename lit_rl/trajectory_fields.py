@@ -1,4 +1,10 @@
-"""The fields of a trajectory, each checked and brought into one form; messages begin with where the field stands."""
+"""The fields of a trajectory, each checked and brought into one form; messages begin with where the field stands.
+
+>>> flag("False", "truncated", "row 3")
+Traceback (most recent call last):
+...
+TypeError: row 3: `truncated` must be True or False, got 'False'
+"""
 
 from __future__ import annotations
 

@@ -80,8 +80,8 @@ def test_without_baseline_the_reward_is_the_advantage(scale):
 @pytest.mark.parametrize(
     ("eps", "error", "message"),
     [
-        (math.inf, ValueError, "`eps` must be finite and at least 0, got inf"),
-        (NAN, ValueError, "`eps` must be finite and at least 0, got nan"),
+        (math.inf, ValueError, "`eps` must be at least 0 and finite, got inf"),
+        (NAN, ValueError, "`eps` must be at least 0 and finite, got nan"),
         (-1e-6, ValueError, "`eps` must be at least 0, got -1e-06"),
         ("small", TypeError, "`eps` must be a number, got 'small'"),
     ],

@@ -169,6 +169,10 @@ def test_log_ratio_figures_by_hand() -> None:
     assert figures["max"] == pytest.approx(-math.log(0.79))
     assert figures["mean"] == pytest.approx(sum(map(math.log, ratios)) / 4)
     assert figures["kl"] == pytest.approx(sum(r - 1 - math.log(r) for r in ratios) / 4)
+    assert figures["above_20_percent"] == 0.25
+    assert figures["mean_ratio"] == pytest.approx(sum(ratios) / 4)
+    variance = sum(r * r for r in ratios) / 4 - (sum(ratios) / 4) ** 2
+    assert figures["mean_ratio_error"] == pytest.approx(math.sqrt(variance / 4))
 
 
 def test_bad_log_probs_are_counted_and_left_out() -> None:

@@ -53,8 +53,8 @@ def test_real_numbers_of_every_kind(half):
 @pytest.mark.parametrize(
     ("value", "error", "message"),
     [
-        (math.inf, ValueError, "`some` must be finite and "),
-        (math.nan, ValueError, "`some` must be finite and "),
+        (math.inf, ValueError, r"`some` must be (at least|greater than) 0 and finite, got"),
+        (math.nan, ValueError, r"`some` must be (at least|greater than) 0 and finite, got"),
         (-1, ValueError, r"`some` must be (at least|greater than) 0, got -1"),
         ("0.5", TypeError, "`some` must be a number, got '0.5'"),
         (np.array([1.0, 2.0]), TypeError, "`some` must be a number"),

@@ -1,9 +1,14 @@
 from __future__ import annotations
 
+import copy
+import signal
+from types import SimpleNamespace
+
 import pytest
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lit_rl import strategies
@@ -52,3 +57,23 @@ def test_gradient_norm_by_hand():
     assert strategies.gradient_norm([weight]) == 0.0
     weight.grad = torch.tensor([3.0, 4.0])
     assert strategies.gradient_norm([weight, torch.nn.Parameter(torch.zeros(1))]) == 5.0
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stage", "held"), [(2, "FITTING", True), (1, "FITTING", False), (2, "VALIDATING", False)]
+)
+def test_sigterm_waits_for_all_ranks_where_there_are_others(ranks, stage, held):
+    arrived = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: arrived.append(number))
+    try:
+        sigterm = strategies.HeldSigterm()
+        trainer = SimpleNamespace(world_size=ranks, state=SimpleNamespace(fn=TrainerFn[stage]))
+        for _ in range(2):  # every iteration asks for it
+            sigterm.hold(trainer)
+        signal.raise_signal(signal.SIGTERM)
+        assert (sigterm.received, arrived) == ((1.0, []) if held else (0.0, [signal.SIGTERM]))
+        copy.deepcopy(sigterm).release()
+        sigterm.release()
+        assert arrived == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)

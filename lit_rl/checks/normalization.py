@@ -215,7 +215,7 @@ cosine 1.000000)
     sides = {"accumulated gradient": norm(accumulated), "gradient of the whole step, computed anew": norm(reference)}
     broken = [name for name, size in sides.items() if not math.isfinite(size)]
     if broken:
-        return Verdict(False, f"the {' and the '.join(broken)} is not finite", figures | {"finite": 0.0})
+        return Verdict(False, f"not finite: the {' and the '.join(broken)}", figures | {"finite": 0.0})
     if _equal(accumulated, reference, allowed):
         message = f"the accumulated gradient is that of the whole step (relative error {error:.1e})"
         if error > allowed.relative:
@@ -253,7 +253,9 @@ def _explained(
         return message
     message += f": {best.text}"
     if best.distortion:
-        message += f"; a token weighs from {min(best.distortion):.2f} to {max(best.distortion):.2f} times what it should"
+        message += (
+            f"; a token weighs from {min(best.distortion):.2f} to {max(best.distortion):.2f} times what it should"
+        )
     return message
 
 
@@ -278,7 +280,9 @@ def _undisturbed(module: LightningModule) -> Iterator[None]:
 def _gradient_of(module: LightningModule, batch: Any) -> dict[str, Tensor]:
     """The gradient of one pass, which leaves gradients and buffers as they were."""
     before = {name: parameter.grad for name, parameter in module.named_parameters()}
-    buffers = [(owner, name, buffer) for owner in module.modules() for name, buffer in owner.named_buffers(recurse=False)]
+    buffers = [
+        (owner, name, buffer) for owner in module.modules() for name, buffer in owner.named_buffers(recurse=False)
+    ]
     copies = [buffer.detach().clone() for _, _, buffer in buffers]
     module.zero_grad(set_to_none=True)
     try:

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lit_rl.commands.plan_text import table
+
+if TYPE_CHECKING:
+    from lit_rl.throughput.budget import Measurement
 
 DESCRIPTION = """\
 Trains a few microbatches of your model on this device, each in a fresh process, fits
@@ -23,8 +29,11 @@ examples:
   lit-rl budget --model qwen3-0.6b --context 512 --limit-gb 16 --check 1536
 """
 _GIGA = 1e9
-# A straight line through small microbatches is trusted up to this many times the largest of them.
-_FAR = 4
+# A straight line through small microbatches is trusted up to this many times the largest of them, and beyond the
+# second number it is not worth pasting.
+_FAR, _TOO_FAR = 4, 10
+# For the forecast of a measurement's time: what a process needs to start, and FLOP/s that a core or a GPU reaches.
+_START_SECONDS, _CORE_FLOPS, _GPU_FLOPS = 15.0, 1e10, 1e14
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,37 +70,26 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         ValueError: Too few measurements came back, or the context does not fit.
     """
-    from lit_rl.throughput.budget import Measurement, fit_memory, recommend_budget
+    from lit_rl.throughput.budget import fit_memory, recommend_budget
 
     _check(arguments)
-    measured: list[Measurement] = []
-    failed: list[dict[str, Any]] = []
-    limit: int | None = None
-    for tokens, longest in measuring_points(arguments.context, arguments.tokens):
-        answer = _probe(arguments, tokens, longest)
-        if isinstance(answer, str):
-            if not measured and not failed and "Error" in answer and "OutOfMemory" not in answer:
-                raise ValueError(f"the first microbatch could not be trained: {answer}")
-            failed.append({"tokens": tokens, "longest": longest, "error": answer})
-            continue
-        limit = answer["limit_bytes"]
-        measured.append(Measurement(tokens=tokens, longest=longest, peak_bytes=answer["peak_bytes"]))
-    if len(measured) < 3:
-        raise ValueError(f"only {len(measured)} of the measurements came back: {failed}; try smaller `--tokens`")
-    limit_bytes = arguments.limit_gb * _GIGA if arguments.limit_gb else limit
+    points = measuring_points(arguments.context, arguments.tokens)
+    if not arguments.json:
+        print(_forecast(arguments, points), flush=True)
+    measured, failed, limit = _measure(arguments, points)
+    limit_bytes = limit if arguments.limit_gb is None else arguments.limit_gb * _GIGA
     if limit_bytes is None:
         raise ValueError("this system does not say how much memory it has; give `--limit-gb`")
     fit = fit_memory(measured)
+    advice = recommend_budget(fit, context=arguments.context, limit_bytes=limit_bytes, margin=arguments.margin)
     report: dict[str, Any] = {
         "measurements": [
             asdict(point) | {"predicted_bytes": fit.predict(point.tokens, point.longest)} for point in measured
         ],
         "failed": failed,
         "fit": asdict(fit),
-        "check": _compare(arguments, fit) if arguments.check else None,
-        "recommendation": asdict(
-            recommend_budget(fit, context=arguments.context, limit_bytes=limit_bytes, margin=arguments.margin)
-        ),
+        "check": None if arguments.check is None else _compare(arguments, fit),
+        "recommendation": asdict(advice) | _trust(advice.max_tokens, measured, arguments.context),
     }
     print(json.dumps(report, indent=2) if arguments.json else _render(report))
     return 0
@@ -118,7 +116,42 @@ def measuring_points(context: int, tokens: str | None = None) -> list[tuple[int,
     return points[:-1]
 
 
+def _trust(max_tokens: int, measured: Sequence[Measurement], context: int) -> dict[str, Any]:
+    """How far beyond the measurements a budget is, and where it is too far, what to measure instead of pasting it."""
+    times = max_tokens / max(point.tokens for point in measured)
+    if times <= _TOO_FAR:
+        return {"times_measured": times}
+    sizes = max(context, max_tokens // 8), max(2 * context, max_tokens // 4)
+    advice = (
+        f"That is {times:.0f} times the largest microbatch that was measured, too far for a straight line: measure "
+        f"with `--tokens {sizes[0]},{sizes[1]}` first"
+    )
+    return {"times_measured": times, "sentence": None, "measure_first": advice}
+
+
+def _forecast(arguments: argparse.Namespace, points: Sequence[tuple[int, int]]) -> str:
+    """How long the measurements will take, to an order of magnitude."""
+    from lit_rl.throughput import ModelShape, model_flops
+
+    if arguments.check is not None:
+        points = [*points, (arguments.check, min(arguments.check, arguments.context))]
+    text = f"{len(points)} measurements, each in a fresh process that trains 3 microbatches"
+    limit = f"one is given up after {arguments.timeout:g} s (`--timeout`)"
+    try:
+        shape = ModelShape.from_config(arguments.model)
+    except ValueError:
+        return f"{text}; {limit}"
+    rate = _GPU_FLOPS if arguments.device == "cuda" else _CORE_FLOPS * (os.cpu_count() or 1)
+    work = sum(model_flops(shape, [longest]).model * tokens / longest for tokens, longest in points)
+    seconds = len(points) * _START_SECONDS + 3 * work / rate
+    return f"{text}: about {max(1, round(seconds / 60)):,} min or a few times that; {limit}"
+
+
 def _check(arguments: argparse.Namespace) -> None:
+    for name in ("limit_gb", "check", "timeout"):
+        value = getattr(arguments, name)
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"`--{name.replace('_', '-')}` must be greater than 0, got {value:g}")
     if arguments.context < 4:
         raise ValueError(f"`--context` must be at least 4 tokens, got {arguments.context}")
     if not 0 <= arguments.margin < 1:
@@ -132,6 +165,29 @@ def _check(arguments: argparse.Namespace) -> None:
         import torch
 
         arguments.device = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _measure(
+    arguments: argparse.Namespace, points: Sequence[tuple[int, int]]
+) -> tuple[list[Measurement], list[dict[str, Any]], int | None]:
+    """What came back, what did not, and the device's memory where it is known."""
+    from lit_rl.throughput.budget import Measurement
+
+    measured: list[Measurement] = []
+    failed: list[dict[str, Any]] = []
+    limit: int | None = None
+    for tokens, longest in points:
+        answer = _probe(arguments, tokens, longest)
+        if isinstance(answer, str):
+            if not measured and not failed and "Error" in answer and "OutOfMemory" not in answer:
+                raise ValueError(f"the first microbatch could not be trained: {answer}")
+            failed.append({"tokens": tokens, "longest": longest, "error": answer})
+            continue
+        limit = answer["limit_bytes"]
+        measured.append(Measurement(tokens=tokens, longest=longest, peak_bytes=answer["peak_bytes"]))
+    if len(measured) < 3:
+        raise ValueError(f"only {len(measured)} of the measurements came back: {failed}; try smaller `--tokens`")
+    return measured, failed, limit
 
 
 def _probe(arguments: argparse.Namespace, tokens: int, longest: int) -> dict[str, Any] | str:
@@ -207,13 +263,15 @@ def _render(report: dict[str, Any]) -> str:
     lines += [
         "",
         f"max_tokens = {advice['max_tokens']:,}: {advice['predicted_bytes'] / _GIGA:.2f} of "
-        f"{advice['limit_bytes'] / _GIGA:.2f} GB, {advice['margin']:.0%} kept free. Paste:",
-        f"  {advice['sentence']}",
+        f"{advice['limit_bytes'] / _GIGA:.2f} GB, {advice['margin']:.0%} kept free.",
     ]
-    largest = max(point["tokens"] for point in report["measurements"])
-    if advice["max_tokens"] > _FAR * largest:
+    if advice["sentence"] is None:
+        lines.append(f"{advice['measure_first']}.")
+    else:
+        lines.append(f"Paste:\n  {advice['sentence']}")
+    if advice["sentence"] is not None and advice["times_measured"] > _FAR:
         lines.append(
-            f"This is {advice['max_tokens'] / largest:.0f} times the largest microbatch that was measured; measure "
-            "larger ones with `--tokens` before relying on it."
+            f"This is {advice['times_measured']:.0f} times the largest microbatch that was measured; measure larger "
+            "ones with `--tokens` before relying on it."
         )
     return "\n".join(lines)

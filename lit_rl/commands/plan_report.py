@@ -45,6 +45,7 @@ def build_report(arguments: argparse.Namespace) -> dict[str, Any]:
     Raises:
         ValueError: An input that cannot work, or an unknown device.
     """
+    _check(arguments)
     device = _device(arguments)
     shape = ModelShape.from_config(arguments.model)
     assumptions, origins = _assumptions(arguments)
@@ -67,6 +68,16 @@ def build_report(arguments: argparse.Namespace) -> dict[str, Any]:
         "assumptions": _labelled(assumptions, origins),
         "notes": _notes(shape, device, assumptions, arguments),
     }
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Refuses what no formula would notice; the assumptions check themselves."""
+    for name in ("iterations", "max_tokens", "shards"):
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            raise ValueError(f"`--{name.replace('_', '-')}` must be at least 1, got {value}")
+    if arguments.pass_rate is not None and not 0 <= arguments.pass_rate <= 1:
+        raise ValueError(f"`--pass-rate` must be in [0, 1], got {arguments.pass_rate:g}")
 
 
 def _device(arguments: argparse.Namespace) -> Accelerator:
@@ -209,8 +220,9 @@ def _what_if(shape: ModelShape, device: Accelerator, base: StepHours, text: str)
 
 
 def _budget(plan: Assumptions, arguments: argparse.Namespace) -> int:
-    longest = max(plan.lengths) if plan.lengths else round(plan.mean_tokens)
-    return arguments.max_tokens or max(32_768, longest)
+    if arguments.max_tokens is not None:
+        return int(arguments.max_tokens)
+    return max(32_768, max(plan.lengths) if plan.lengths else round(plan.mean_tokens))
 
 
 def _memory(shape: ModelShape, plan: Assumptions, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -219,7 +231,7 @@ def _memory(shape: ModelShape, plan: Assumptions, arguments: argparse.Namespace)
         head: memory_breakdown(
             shape,
             tokens,
-            shards=arguments.shards or plan.gpus,
+            shards=plan.gpus if arguments.shards is None else arguments.shards,
             precision=arguments.precision,
             checkpointing=arguments.checkpointing,
             head=head,
@@ -287,7 +299,7 @@ def _notes(shape: ModelShape, device: Accelerator, plan: Assumptions, arguments:
         weight_bits=plan.weight_bits,
         cache_bits=plan.cache_bits,
     )
-    if fits < plan.decode_batch:
+    if fits is not None and fits < plan.decode_batch:
         notes.append(
             f"the cache of {plan.decode_batch} sequences of {plan.decode_context:,} tokens does not fit beside the "
             f"weights on one {device.name}: at most {fits}, more where GPUs share one engine"

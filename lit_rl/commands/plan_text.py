@@ -59,7 +59,7 @@ def _decode(report: dict[str, Any]) -> str:
             f"{int(row['first_order']):,}",  # an upper bound is rounded down
             f"{int(row['counted']):,}",
             row["bound"],
-            "yes" if row["batch"] <= row["sequences_that_fit"] else f"no, {row['sequences_that_fit']}",
+            _fits(row["batch"], row["sequences_that_fit"]),
         ]
         for row in report["decode"]
     ]
@@ -69,6 +69,13 @@ def _decode(report: dict[str, Any]) -> str:
         + table(["context", "batch", "first order", "counted", "bound by", "fits"], rows)
         + f"\nTraining: {train['first_order']:,.0f} first order, {train['counted']:,.0f} counted"
     )
+
+
+def _fits(batch: int, most: int | None) -> str:
+    """Without a cache there is no limit."""
+    if most is None:
+        return "yes, no limit"
+    return "yes" if batch <= most else f"no, {most}"
 
 
 def _iteration(report: dict[str, Any]) -> str:
@@ -94,11 +101,12 @@ def _what_if(report: dict[str, Any]) -> str:
     if not report["what_if"]:
         return ""
     base = report["iteration"]["first_order"]
-    phases = [phase for phase, hours in base["gpu_hours"].items() if hours]
+    cases = [base, *report["what_if"]]
+    phases = [phase for phase in base["gpu_hours"] if any(case["gpu_hours"][phase] for case in cases)]
     rows = [["as planned", *(_hours(base["gpu_hours"][phase]) for phase in phases), _hours(base["total"])]]
     for case in report["what_if"]:
-        cells = [f"{_hours(case['gpu_hours'][phase])} (x{case['times_base'][phase]:.2f})" for phase in phases]
-        rows.append([case["changes"], *cells, f"{_hours(case['total'])} (x{case['total_times_base']:.2f})"])
+        cells = [_times(case["gpu_hours"][phase], case["times_base"][phase]) for phase in phases]
+        rows.append([case["changes"], *cells, _times(case["total"], case["total_times_base"])])
     return "What if (GPU-hours per iteration, first order)\n" + table(["", *phases, "total"], rows)
 
 
@@ -140,6 +148,11 @@ def _changes(report: dict[str, Any]) -> str:
 def _assumptions(report: dict[str, Any]) -> str:
     rows = [[item["name"], _value(item["value"]), item["origin"]] for item in report["assumptions"]]
     return "Assumptions\n" + table(["", "value", "origin"], rows)
+
+
+def _times(hours: float, times: float | None) -> str:
+    """Hours and how many times the planned ones they are; a phase that was not planned is no multiple."""
+    return f"{_hours(hours)} ({'new' if times is None and hours else f'x{1.0 if times is None else times:.2f}'})"
 
 
 def _hours(hours: float) -> str:

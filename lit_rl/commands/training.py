@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 
 
@@ -9,7 +10,8 @@ def run(arguments: Sequence[str]) -> int:
     """Runs a training command; options and YAML files are those of LightningCLI.
 
     Subclasses are named by `class_path`, in `--model`, `--data` and `--trainer.callbacks`. Run
-    `lit-rl fit --help` for all options and `lit-rl fit --print_config` for a file to start from.
+    `lit-rl fit --help` for all options and `lit-rl fit --print_config` for a file to start from;
+    `examples/fit.yaml` is a complete one.
 
     Args:
         arguments: The subcommand and its options.
@@ -28,16 +30,28 @@ def run(arguments: Sequence[str]) -> int:
         ) from error
     from lightning.pytorch.cli import LightningCLI
 
+    from lit_rl.cli import TRAINING
     from lit_rl.data.datamodule import PackedDataModule
     from lit_rl.policy.module import PolicyModule
 
-    LightningCLI(
+    class TrainingCLI(LightningCLI):
+        """The subcommands that `lit-rl` has."""
+
+        @staticmethod
+        def subcommands() -> dict[str, set[str]]:
+            known = LightningCLI.subcommands()
+            return {name: known[name] for name in TRAINING}
+
+    # It warns whenever it is given arguments, which here are the command line's own.
+    warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
+    TrainingCLI(
         PolicyModule,
         PackedDataModule,
         subclass_mode_model=True,
         subclass_mode_data=True,
         save_config_kwargs={"overwrite": True},
         auto_configure_optimizers=False,
+        parser_kwargs={"prog": "lit-rl"},
         args=list(arguments),
     )
     return 0

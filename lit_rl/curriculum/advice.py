@@ -8,7 +8,7 @@ from lit_rl.curriculum.report import CurriculumReport
 from lit_rl.curriculum.rules import Rule
 
 
-def starved(report: CurriculumReport, *, pool_size: int, tasks: int, rule: Rule, floor: int, threshold: float) -> str:
+def starved(report: CurriculumReport, pool_size: int, tasks: int, floor: int, *, rule: Rule, threshold: float) -> str:
     """The pool has fewer tasks than an iteration must have."""
     return (
         f"{pool_size} of {tasks} tasks are in the pool of {rule!r}, fewer than floor={floor} "

@@ -302,7 +302,7 @@ class TaskSampler:
         self._ended = False
         if clock != self.clock:
             message = advice.unreached(self.report, iteration=self.iteration, threshold=self.threshold)
-            if message is not None:
+            if message is not None and not isinstance(self.rule, Uniform):  # which looks at no pass rate
                 self.warn_once("threshold", message)
             self.clock = clock
             self.signals = {}
@@ -331,8 +331,8 @@ class TaskSampler:
         """How many of the places that are no revisits must not stay empty."""
         floor = 0 if further_round else min(self.floor, places)
         if pool_size < floor:
-            named = {"tasks": len(self.task_ids), "rule": self.rule, "floor": floor, "threshold": self.threshold}
-            self.warn_once("floor", advice.starved(self.report, pool_size=pool_size, **named))
+            where = (pool_size, len(self.task_ids), floor)
+            self.warn_once("floor", advice.starved(self.report, *where, rule=self.rule, threshold=self.threshold))
         return places if self.refill == "full" else floor
 
     def _count_pool(self, rows: Integers, scores: Floats) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 from datasets import Dataset
@@ -46,12 +47,12 @@ class PackedDataModule(LightningDataModule):
 
     Args:
         source: Where trajectories come from: `rollouts(environment, tasks, ...)`, a `datasets.Dataset` as
-            `to_dataset` writes it, or a list of `Trajectory`.
+            `to_dataset` writes it, the path of a .parquet or .jsonl file of its rows, or a list of `Trajectory`.
         max_tokens: The token budget: most positions of one microbatch, padding included.
         steps_per_iteration: Optimizer steps per iteration.
         trajectories_per_step: Instead of `steps_per_iteration`: about this many trajectories make one step.
         overlong: What to do with a trajectory longer than `max_tokens`: "raise", "drop" or "truncate" (counted).
-        baseline: As in `group_advantages`; "none" makes the reward itself the advantage.
+        baseline: As in `group_advantages`; "none" makes the reward itself the advantage, whatever the scale.
         scale: As in `group_advantages`.
         eps: As in `group_advantages`.
         missing_rewards: "raise", or "ignore" to leave unscored trajectories out of baseline and loss (counted).
@@ -81,7 +82,7 @@ class PackedDataModule(LightningDataModule):
 
     def __init__(
         self,
-        source: Rollouts | Dataset | Sequence[Trajectory],
+        source: Rollouts | Dataset | Sequence[Trajectory] | str | Path,
         *,
         max_tokens: int,
         steps_per_iteration: int = 1,
@@ -99,7 +100,7 @@ class PackedDataModule(LightningDataModule):
         num_workers: int = 0,
         validation_tasks: Sequence[Mapping[str, Any]] | None = None,
         validation_attempts: int = 1,
-        validation_data: Dataset | Sequence[Trajectory] | None = None,
+        validation_data: Dataset | Sequence[Trajectory] | str | Path | None = None,
     ) -> None:
         super().__init__()
         self.rollouts = source if isinstance(source, Rollouts) else None

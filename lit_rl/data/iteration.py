@@ -18,7 +18,7 @@ from lit_rl.data.plan import StepPlan
 from lit_rl.data.planner import plan_partition
 from lit_rl.data.summary import Summary, cut, summarize, unscored
 from lit_rl.normalization import Denominator, Normalization, loss_weights
-from lit_rl.options import check_at_least, check_choices
+from lit_rl.options import check_at_least, check_choices, check_real
 from lit_rl.trajectory import Trajectory
 
 Overlong = Literal["raise", "drop", "truncate"]
@@ -67,8 +67,7 @@ class IterationOptions:
             truncated=(self.truncated, Truncated),
             partition=(self.partition, Partition),
         )
-        if not self.eps >= 0:
-            raise ValueError(f"`eps` must be at least 0, got {self.eps}")
+        check_real(0, eps=self.eps)
         if self.cost is not None and not callable(self.cost):
             raise TypeError(f"`cost` must map the lengths of a microbatch to a number, got {self.cost!r}")
 

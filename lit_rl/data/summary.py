@@ -5,12 +5,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor, nn
 
 from lit_rl.rollout.decoding import model_context
+from lit_rl.data.files import read_dataset
 from lit_rl.trajectory import Trajectory, trajectory_from_row
 
 if TYPE_CHECKING:
@@ -166,7 +168,8 @@ def as_trajectories(source: Any) -> Sequence[Trajectory]:
     """What a data module was given, as a sequence.
 
     Args:
-        source: A `datasets.Dataset` as `to_dataset` writes it, or a list of `Trajectory`.
+        source: A `datasets.Dataset` as `to_dataset` writes it, the path of a file of its rows, or a list of
+            `Trajectory`.
 
     Returns:
         At least one trajectory; those of a data set are read when they are asked for.
@@ -175,8 +178,12 @@ def as_trajectories(source: Any) -> Sequence[Trajectory]:
         ValueError: There are none.
         TypeError: The source is something else.
     """
-    from datasets import Dataset
+    from datasets import Dataset, DatasetDict
 
+    if isinstance(source, str | Path):
+        source = read_dataset(source)
+    if isinstance(source, DatasetDict):
+        raise TypeError(f"the source is a DatasetDict of the splits {[*source]}; pass one, for example `ds['train']`")
     if hasattr(source, "__len__") and len(source) == 0:
         raise ValueError("there are no trajectories; give at least one")
     if isinstance(source, Dataset):

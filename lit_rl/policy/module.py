@@ -132,6 +132,8 @@ class PolicyModule(LightningModule):
             raise ValueError("`reference` is used by the KL term only, and `kl_coefficient` is 0; set it or leave both")
         modules = [name for name, value in (("model", model), ("reference", reference)) if not isinstance(value, str)]
         self.save_hyperparameters(ignore=modules)
+        # Checkpoints load with `weights_only=True`, which knows no scalars of NumPy or torch.
+        self.hparams.update({name: value.item() for name, value in self.hparams.items() if hasattr(value, "item")})
         self.objective_name = objective
         self.kl_coefficient, self.sampler_correction = kl_coefficient, sampler_correction
         self.correction_level, self.correction_limit = correction_level, correction_limit
@@ -140,7 +142,8 @@ class PolicyModule(LightningModule):
         self.temperature, self.entropy_bonus = temperature, entropy_bonus
         low, high = DEFAULT_CLIPS[objective]
         self.clip_low, self.clip_high = low if clip_low is None else clip_low, high if clip_high is None else clip_high
-        self.learning_rate, self.weight_decay, self.warmup_steps = learning_rate, weight_decay, warmup_steps
+        self.learning_rate, self.weight_decay = float(learning_rate), float(weight_decay)
+        self.warmup_steps = int(warmup_steps)
         self.loss_on = loss_on or self._default_loss_on()
         self.steps_without_signal = 0
         self.sigterm = strategies.HeldSigterm()

@@ -11,9 +11,10 @@ from lit_rl.rollout.decoding import model_context, model_end_ids
 from lit_rl.rollout.decoding_choice import vocabulary_of
 from lit_rl.rollout.engine import Engine, TransformersEngine
 from lit_rl.rollout.environment import Environment
-from lit_rl.rollout.episode import Episode, Limits
+from lit_rl.rollout.episode import ActionEnds, Episode, Limits
 from lit_rl.rollout.gather import RolloutStatistics, Share, check_place, gather_shares
 from lit_rl.rollout.play import Progress, play_episodes, warn_if_all_cut
+from lit_rl.rollout.rewards import SingleTurn
 from lit_rl.rollout.tasks import Attempt, index_tasks, plan_attempts
 from lit_rl.rollout.validation import check_end_ids, check_integer, check_temperature
 from lit_rl.trajectory import Trajectory
@@ -47,7 +48,8 @@ class Rollouts:
         group_size: Attempts per task, at least 2.
         engine: Who generates; `None` samples from the policy in this process (`TransformersEngine`).
         end_ids: Ids that end an action, for the default engine. `None` takes them from the model's generation
-            configuration; empty means that only `max_new_tokens` ends an action.
+            configuration; empty means that only `max_new_tokens` ends an action, which then is no
+            truncation.
         batch_size: The most episodes generated together by the default engine; `None` takes all at once.
         max_new_tokens: The most tokens sampled in one turn.
         max_turns: The most actions in an episode.
@@ -83,7 +85,8 @@ class Rollouts:
 
     def __init__(
         self,
-        environment: Callable[[], Environment],
+        # A `SingleTurn` is such a callable; by name, a configuration file can say so.
+        environment: Callable[[], Environment] | SingleTurn,
         tasks: Sequence[Mapping[str, Any]],
         *,
         tasks_per_iteration: int = 8,
@@ -121,7 +124,8 @@ class Rollouts:
         self.engine = engine
         self.end_ids = None if end_ids is None else check_end_ids(end_ids)
         self.batch_size = None if batch_size is None else check_integer("batch_size", batch_size, 1)
-        self.limits = Limits(max_new_tokens, max_turns, max_trajectory_tokens)
+        action_ends: ActionEnds = "length" if self.end_ids is not None and not self.end_ids else "end_id"
+        self.limits = Limits(max_new_tokens, max_turns, max_trajectory_tokens, action_ends)
         self.errors = errors
         self.seed = check_integer("seed", seed, 0)
         self.task_sampler = TaskSampler(list(self.task_index), seed=seed) if task_sampler is None else task_sampler
@@ -158,6 +162,8 @@ class Rollouts:
             The trajectories of all ranks, group by group; the same list on every rank.
 
         Raises:
+            ValueError: `max_trajectory_tokens` is more than the model reads, or the engine's answer is no completion;
+                on several ranks a `RolloutError` that says so.
             RolloutError: An environment or engine failed on some rank; the same error on every rank.
         """
         if rank == 0 and self.tasks_per_iteration < world_size:

@@ -19,6 +19,7 @@ from lit_rl.rollout.tasks import Attempt
 from lit_rl.rollout.validation import check_integer, read_ids
 
 Stop = Literal["done", "max_new_tokens", "max_trajectory_tokens", "max_turns", "error"]
+ActionEnds = Literal["end_id", "length"]
 _RESERVED_INFO = frozenset({"attempt", "turns", "stop", "error"})
 
 
@@ -34,6 +35,7 @@ class Limits:
         max_new_tokens: The most tokens the policy samples in one turn.
         max_turns: The most actions in one episode.
         max_trajectory_tokens: The most tokens of a trajectory, prompt and observations included; `None` is no limit.
+        action_ends: What makes an action whole: an "end_id", or, where there are none, its "length".
 
     Raises:
         TypeError: A limit is no integer.
@@ -43,6 +45,7 @@ class Limits:
     max_new_tokens: int
     max_turns: int
     max_trajectory_tokens: int | None
+    action_ends: ActionEnds = "end_id"
 
     def __post_init__(self) -> None:
         for name, least in (("max_new_tokens", 1), ("max_turns", 1), ("max_trajectory_tokens", 2)):
@@ -157,7 +160,8 @@ class Episode:
         """Appends what the policy sampled, exactly as it was sampled."""
         if completion.truncated:
             by_turn = len(completion.token_ids) < self._room()
-            self._limit_hit = "max_new_tokens" if by_turn else "max_trajectory_tokens"
+            whole = by_turn and self.limits.action_ends == "length"
+            self._limit_hit = None if whole else "max_new_tokens" if by_turn else "max_trajectory_tokens"
         else:
             self._limit_hit = None
         self.last_action = list(completion.token_ids)

@@ -82,7 +82,7 @@ def cheapest_changes(
     ]
     if plan.cache_bits > 8:
         candidates.append(("KV cache in 8 bits", {"cache_bits": 8}))
-    if fits > plan.decode_batch:
+    if fits is not None and fits > plan.decode_batch:
         candidates.append((f"decode batch of {fits}, what fits in memory", {"decode_batch": fits}))
     if dead_share > 0:
         kept = plan.trained_share * (1 - dead_share)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from numbers import Real
 from typing import Any, Literal
 
 from lit_rl.throughput.flops import AttentionConvention, model_flops
@@ -12,6 +14,24 @@ from lit_rl.throughput.roofline import Counting, decode_rate, forward_flops_per_
 from lit_rl.throughput.shape import ModelShape
 
 Origin = Literal["assumed", "given", "derived", "measured"]
+# What a value has to be, as a test and in words.
+_Range = tuple[Callable[[float], bool], str]
+_SHARE: _Range = (lambda value: 0 < value <= 1, "in (0, 1]")
+_POSITIVE: _Range = (lambda value: value > 0, "> 0")
+_AT_LEAST_0: _Range = (lambda value: value >= 0, ">= 0")
+_COUNT: _Range = (lambda value: value >= 1 and value == int(value), "a whole number >= 1")
+_PASSES: _Range = (lambda value: value >= 0 and value == int(value), "a whole number >= 0")
+_RANGES: dict[str, _Range] = {
+    **dict.fromkeys(("policy_share", "busy_fraction", "prefill_mfu", "scoring_mfu", "train_mfu"), _SHARE),
+    **dict.fromkeys(("tasks", "group", "decode_batch", "gpus", "context"), _COUNT),
+    **dict.fromkeys(("cache_scale", "cache_bits", "weight_bits", "parameters"), _POSITIVE),
+    **dict.fromkeys(("rollout_rate", "scoring_rate", "update_rate"), _POSITIVE),
+    **dict.fromkeys(("prompt_tokens", "weight_sync_seconds"), _AT_LEAST_0),
+    **dict.fromkeys(("scoring_passes", "update_passes"), _PASSES),
+    "tokens": (lambda value: value >= 1, ">= 1"),
+    "trained_share": (lambda value: 0 <= value <= 1, "in [0, 1]"),
+}
+_OPTIONAL = ("context", "parameters", "rollout_rate", "scoring_rate", "update_rate")
 PHASES = ("decode", "prefill", "scoring", "update", "weight_sync")
 
 
@@ -48,6 +68,9 @@ class Assumptions:
             replaces the decode roofline, the busy fraction and prefill.
         scoring_rate: Measured tokens per second and GPU of a scoring pass; replaces `scoring_mfu`.
         update_rate: Measured tokens per second and GPU of the update; replaces `train_mfu`.
+
+    Raises:
+        ValueError: A value is out of its range.
     """
 
     tasks: int = 64
@@ -77,15 +100,16 @@ class Assumptions:
     update_rate: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("policy_share", "busy_fraction", "prefill_mfu", "scoring_mfu", "train_mfu"):
-            if not 0 < getattr(self, name) <= 1:
-                raise ValueError(f"`{name}` must be in (0, 1], got {getattr(self, name)}")
-        for name in ("tasks", "group", "tokens", "decode_batch", "gpus", "cache_scale", "cache_bits", "weight_bits"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"`{name}` must be > 0, got {getattr(self, name)}")
-        for name in ("prompt_tokens", "scoring_passes", "update_passes", "trained_share", "weight_sync_seconds"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"`{name}` must be >= 0, got {getattr(self, name)}")
+        for name, (in_range, expected) in _RANGES.items():
+            value = getattr(self, name)
+            if value is None and name in _OPTIONAL:
+                continue
+            if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
+                raise ValueError(f"`{name}` must be a finite number, got {value!r}")
+            if not in_range(float(value)):
+                raise ValueError(f"`{name}` must be {expected}, got {value:g}")
+        if not isinstance(self.share_prefix, bool):
+            raise ValueError(f"`share_prefix` must be true or false, got {self.share_prefix!r}")
         if self.lengths is not None and (not len(self.lengths) or min(self.lengths) < 1):
             raise ValueError("`lengths` must hold at least one length, each at least 1")
 

@@ -47,7 +47,10 @@ def parse_lengths(text: str, count: int, *, longest: int | None = None) -> list[
 def _read(path: Path) -> list[int]:
     if not path.is_file():
         raise ValueError(f"no file {str(path)!r} with lengths: write a JSON list such as [812, 15022, 7310]")
-    lengths = json.loads(path.read_text())
+    try:
+        lengths = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{str(path)!r} is no JSON ({error}); write a list such as [812, 15022, 7310]") from None
     if not isinstance(lengths, list) or not lengths or not all(type(n) is int and n > 0 for n in lengths):
         raise ValueError(f"{str(path)!r} must hold a non-empty JSON list of positive integers, one per trajectory")
     return lengths
@@ -75,8 +78,8 @@ def lognormal_lengths(mean: float, p95: float, count: int) -> list[int]:
         >>> sum(lengths) // 512, sorted(lengths)[round(0.95 * 512)] // 1000
         (8000, 24)
     """
-    if mean < 1 or p95 < mean or count < 1:
-        raise ValueError(f"need count >= 1 and 1 <= mean <= p95, got {count=}, {mean=}, {p95=}")
+    if not 1 <= mean <= p95 < math.inf or count < 1:
+        raise ValueError(f"need count >= 1 and finite tokens with 1 <= mean <= p95, got {count=}, {mean=}, {p95=}")
     ratio = math.log(p95 / mean)
     if 2 * ratio > _Z95**2:
         raise ValueError(

@@ -31,8 +31,10 @@ def measured_assumptions(path: str | Path) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: No such file.
-        ValueError: The file has no column of the monitor.
+        ValueError: It is a folder, or has no column of the monitor, or something else than numbers in one.
     """
+    if Path(path).is_dir():
+        raise ValueError(f"{str(path)!r} is a folder; give the metrics.csv in it")
     with Path(path).open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if row.get(f"{PREFIX}devices")]
     if not rows:
@@ -40,6 +42,13 @@ def measured_assumptions(path: str | Path) -> dict[str, Any]:
             f"{str(path)!r} has no `{PREFIX}...` column: it must be the metrics.csv of a run with "
             "TokenThroughputMonitor and a CSVLogger"
         )
+    try:
+        return _averages(rows)
+    except ValueError as error:
+        raise ValueError(f"{str(path)!r} is not what a CSVLogger writes: {error}") from None
+
+
+def _averages(rows: list[dict[str, str]]) -> dict[str, Any]:
     devices = _numbers(rows, "devices")[-1]
     found: dict[str, Any] = {"gpus": round(devices)}
     for assumption, (rate, seconds) in _RATES.items():

@@ -93,7 +93,13 @@ def _read_json(path: Path) -> dict[str, Any]:
             f"no config at {str(path)!r}: give a local model folder, a config.json, or one of {', '.join(PRESETS)} "
             "(nothing is downloaded)"
         )
-    return dict(json.loads(file.read_text()))
+    try:
+        fields = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{str(file)!r} is no JSON ({error}); it must hold a transformers config") from None
+    if not isinstance(fields, dict):
+        raise ValueError(f"{str(file)!r} holds a JSON {type(fields).__name__}; a transformers config is an object")
+    return fields
 
 
 def shape_from_module(model: nn.Module, config: Any | None = None) -> ModelShape:
@@ -175,7 +181,9 @@ def _layer_shape(layer: nn.Module, config: Any, index: int) -> LayerShape:
         entrywise = parts[-1] in ("A_log", "D") or any(part.startswith("conv1d") for part in parts)
         matrix = weight.ndim >= 2 and "bias" not in parts[-1] and not entrywise
         fan = int(weight.shape[-1] + weight.shape[-2]) if matrix else 0
-        if "experts" in parts:
+        # Stacked experts need not be called so: [experts, out, in].
+        stacked = experts > 1 and weight.ndim == 3 and weight.shape[0] == experts and not entrywise
+        if stacked or ("experts" in parts and "router" not in parts):
             counts["expert_weights" if matrix else "expert_small_weights"] += _one_expert(parts, weight, experts)
             counts["expert_fan"] += fan if _one_expert(parts, weight, experts) else 0
         elif not matrix:
@@ -192,7 +200,7 @@ def _layer_shape(layer: nn.Module, config: Any, index: int) -> LayerShape:
 
 def _one_expert(parts: list[str], weight: Tensor, experts: int) -> int:
     """Entries of one expert: its share of a stacked tensor, or the first of a list of equal experts."""
-    following = parts[parts.index("experts") + 1 :]
+    following = parts[parts.index("experts") + 1 :] if "experts" in parts else []
     if following and following[0].isdigit():
         return weight.numel() if following[0] == "0" else 0
     return weight.numel() // experts
@@ -243,9 +251,11 @@ def _cached(module: nn.Module, config: Any, width: int, value_width: int) -> int
 
 
 def _attention_kind(layer: nn.Module, config: Any, index: int) -> tuple[AttentionKind, int | None]:
-    types = getattr(config, "layer_types", None)
+    types = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)
     window = _first(config, "sliding_window", "attention_window_size")
     kind = types[index] if types else "sliding" if getattr(config, "use_sliding_window", True) else "full"
+    if kind == "local":  # GPT-Neo's name for it
+        return "sliding", config.window_size
     if "chunked" in kind:
         return "chunked", config.attention_chunk_size
     # A layer may run a state-space mixer beside its attention.

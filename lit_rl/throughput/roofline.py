@@ -173,7 +173,7 @@ def sequences_that_fit(
     cache_bits: float = 16,
     tensor_parallel: int = 1,
     reserve: float = 0.1,
-) -> int:
+) -> int | None:
     """Sequences of `context` tokens whose cache fits beside the weights, with a share of memory kept free.
 
     Args:
@@ -185,13 +185,20 @@ def sequences_that_fit(
         tensor_parallel: Devices that share weights and cache.
         reserve: Share of the memory left for everything else.
 
+    Returns:
+        Their number; 0 where the weights alone do not fit; `None` where a sequence leaves nothing in the cache (a
+        model of state-space layers only), so that the cache sets no limit.
+
     Example:
         >>> sequences_that_fit(ModelShape.from_config("qwen3-8b"), "h200", context=16384)
         45
     """
     device = find_accelerator(accelerator)
     free = tensor_parallel * device.memory * (1 - reserve) - shape.parameters * weight_bits / 8
-    return max(0, int(free // shape.cache_bytes(context, bytes_per_value=cache_bits / 8)))
+    cache = shape.cache_bytes(context, bytes_per_value=cache_bits / 8)
+    if free <= 0:
+        return 0
+    return int(free // cache) if cache > 0 else None
 
 
 def forward_flops_per_token(

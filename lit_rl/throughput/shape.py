@@ -36,7 +36,7 @@ class LayerShape:
         score_width: Width of one head's query and key.
         value_width: Width of one head's value.
         cached_values: Numbers that one token leaves in the cache: keys plus values, or the latent of multi-head
-            latent attention; 0 where a layer reads another layer's cache.
+            latent attention; 0 where a layer reads another layer's cache, a fraction where a cache is scaled.
         attention_fan: Sum of inputs and outputs of the attention matrices: what a rank-1 adapter on each costs.
         feed_forward_fan: The same for the feed-forward matrices that one token meets.
     """
@@ -54,7 +54,7 @@ class LayerShape:
     query_heads: int = 0
     score_width: int = 0
     value_width: int = 0
-    cached_values: int = 0
+    cached_values: float = 0
     attention_fan: int = 0
     feed_forward_fan: int = 0
 
@@ -176,7 +176,7 @@ class ModelShape:
 
     def with_cache_scaled(self, scale: float) -> ModelShape:
         """The same model with a cache of `scale` times the size: fewer KV heads, or fewer bits per value."""
-        layers = tuple(replace(layer, cached_values=round(layer.cached_values * scale)) for layer in self.layers)
+        layers = tuple(replace(layer, cached_values=layer.cached_values * scale) for layer in self.layers)
         return replace(self, layers=layers)
 
     @classmethod

@@ -83,7 +83,7 @@ def test_an_own_loader_is_counted_per_epoch() -> None:
 
 
 def test_a_loader_of_something_else_is_refused() -> None:
-    with pytest.raises(MisconfigurationException, match="`PaddingMonitor` reads PackedBatch .* got Tensor"):
+    with pytest.raises(MisconfigurationException, match=r"`PaddingMonitor` reads PackedBatch .* got Tensor"):
         fit(loader([torch.zeros(2)]))
 
 

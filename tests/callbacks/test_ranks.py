@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 
@@ -51,6 +52,11 @@ def test_the_sampler_ratio_is_measured_over_ranks(results: list) -> None:
         assert monitors["sampler_ratio/outside_20_percent"] == pytest.approx(0.4)
         assert monitors["sampler_ratio/max"] == pytest.approx(0.5)
         assert monitors["sampler_ratio/mean"] == pytest.approx(-0.2)
+        # 40 of 100 tokens at exp(-0.5), on one of the ranks
+        ratio = math.exp(-0.5)
+        assert monitors["sampler_ratio/mean_ratio"] == pytest.approx(0.6 + 0.4 * ratio)
+        spread = math.sqrt(0.4 * 0.6) * (1 - ratio)
+        assert monitors["sampler_ratio/mean_ratio_error"] == pytest.approx(spread / 10)
 
 
 def test_lightning_recommends_no_further_reduction(printed: str, results: list) -> None:

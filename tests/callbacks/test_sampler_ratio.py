@@ -111,6 +111,14 @@ def test_a_leak_is_told_by_the_place_in_the_row() -> None:
     assert "likely here" in messages[0]
 
 
+def test_a_cut_distribution_is_warned_about() -> None:
+    # What top-p 0.95 does to the sampler's log-probabilities.
+    metrics, messages = fit(StubModule(lambda log_probs, batch: log_probs + math.log(0.95)))
+    assert metrics["outside_20_percent"] == 0.0
+    assert metrics["mean_ratio"] == pytest.approx(0.95)
+    assert "(1) cut distribution (top-p, top-k)" in messages[0]
+
+
 def test_fillers_and_unscored_microbatches_are_fine() -> None:
     metrics, _ = fit(StubModule(), [BATCHES[0], filler_batch()])
     assert metrics["tokens"] == 100

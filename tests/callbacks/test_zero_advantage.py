@@ -134,7 +134,7 @@ def test_a_loader_of_something_else_is_refused() -> None:
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return self.weight.sum()
 
-    with pytest.raises(MisconfigurationException, match="`ZeroAdvantageMonitor` reads PackedBatch .* got Tensor"):
+    with pytest.raises(MisconfigurationException, match=r"`ZeroAdvantageMonitor` reads PackedBatch .* got Tensor"):
         quiet_trainer(callbacks=[ZeroAdvantageMonitor()]).fit(Module(), loader([torch.zeros(2)]))
 
 

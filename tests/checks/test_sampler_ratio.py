@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lit_rl.checks.sampler_ratio import check_sampler_ratio
+from lit_rl.checks.verdict import Verdict
 from lit_rl.data.collate import collate
 from lit_rl.policy.causal_lm import CausalLMPolicy
 from lit_rl.testing import oracle_log_probs, tiny_policy_model
@@ -82,6 +83,58 @@ def test_another_temperature_is_caught() -> None:
     logits = torch.randn(500, 20, generator=torch.Generator().manual_seed(0)) * 3
     sampled = torch.log_softmax(logits / 0.7, -1)[:, 0]
     assert not check_sampler_ratio(torch.log_softmax(logits, -1)[:, 0], sampled).ok
+
+
+LOGITS = torch.randn(2000, 200, generator=torch.Generator().manual_seed(0)) * 2
+
+
+def top_p(logits: Tensor, kept: float) -> Tensor:
+    ordered, order = logits.softmax(-1).sort(descending=True)
+    mask = torch.zeros_like(logits, dtype=torch.bool).scatter(1, order, ordered.cumsum(-1) - ordered < kept)
+    return logits.where(mask, -torch.inf)
+
+
+def top_k(logits: Tensor, k: int) -> Tensor:
+    return logits.where(logits >= logits.topk(k)[0][:, -1:], -torch.inf)
+
+
+def drawn(trainer: Tensor, sampler: Tensor, count: int, seed: int = 0) -> Verdict:
+    """Draws one token per row from the sampler and compares."""
+    torch.manual_seed(seed)
+    rows = torch.randperm(len(trainer))[:count]
+    trainer, sampler = trainer[rows].log_softmax(-1), sampler[rows].log_softmax(-1)
+    ids = sampler.exp().multinomial(1)
+    return check_sampler_ratio(trainer.gather(1, ids)[:, 0], sampler.gather(1, ids)[:, 0])
+
+
+@pytest.mark.parametrize("sampler", [top_p(LOGITS, 0.95), top_p(LOGITS, 0.85), top_k(LOGITS, 40), top_k(LOGITS, 1)])
+def test_a_cut_distribution_is_seen_and_named_first(sampler: Tensor) -> None:
+    verdict = drawn(LOGITS, sampler, 300)
+    assert not verdict.ok
+    kept = LOGITS.softmax(-1).where(sampler > -torch.inf, 0.0).sum(-1).mean()
+    assert verdict.figures["mean_ratio"] == pytest.approx(float(kept), abs=0.02)
+    assert "(1) cut distribution (top-p, top-k)" in verdict.message
+    assert "(2) packing leak" in verdict.message
+    assert f"the mean ratio is {verdict.figures['mean_ratio']:.4f}" in verdict.message
+
+
+@pytest.mark.parametrize("count", [1, 3, 30, 300])
+def test_healthy_samplers_are_not_called_cut(count: int) -> None:
+    noise = torch.randn(LOGITS.shape, generator=torch.Generator().manual_seed(1)) * 0.02
+    # Exact, with noise of a kernel, in bfloat16, and at another temperature that the trajectories record.
+    for sampler in (LOGITS, LOGITS + noise, LOGITS.to(torch.bfloat16).float()):
+        for temperature in (1.0, 0.7):
+            for seed in range(20):
+                verdict = drawn(LOGITS / temperature, sampler / temperature, count, seed)
+                assert verdict.ok, verdict.message
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.5])
+def test_another_temperature_is_not_called_a_cut(temperature: float) -> None:
+    for seed in range(10):
+        verdict = drawn(LOGITS, LOGITS / temperature, 300, seed)
+        assert not verdict.ok
+        assert "(1) packing leak" in verdict.message
 
 
 def test_the_allowed_share_is_the_callers() -> None:

@@ -54,6 +54,24 @@ def test_a_longer_context_and_a_smaller_cache_in_one_command(capsys):
     assert line(text, "context=65536,cache_scale=0.25")[:2] == ["0.95", "(x1.00)"]
 
 
+def test_a_phase_that_only_a_what_if_has_gets_its_column(capsys):
+    text = plan(capsys, "qwen3-8b", "--gpu", "h200", "--what-if", "weight_sync_seconds=600")
+    (header,) = [row.split() for row in text.splitlines() if row.split()[-2:] == ["weight_sync", "total"]]
+    assert header == ["decode", "prefill", "scoring", "update", "weight_sync", "total"]
+    assert line(text, "as", "planned")[4] == "0.00"
+    assert line(text, "weight_sync_seconds=600")[8:] == ["1.33", "(new)", "2.95", "(x1.82)"]
+
+
+def test_a_model_without_a_cache_has_no_limit_on_sequences(capsys, tmp_path: Path):
+    tiny_config("mamba").save_pretrained(tmp_path)
+    text = plan(capsys, str(tmp_path), "--gpu", "h200", "--pass-rate", "0.5")
+    assert line(text, "16,384", "64")[-3:] == ["yes,", "no", "limit"]
+    found = report(capsys, str(tmp_path), "--gpu", "h200")
+    assert {row["sequences_that_fit"] for row in found["decode"]} == {None}
+    assert "does not fit" not in "".join(found["notes"])
+    assert line(plan(capsys, "qwen3-8b", "--gpu", "h200", "--cache-scale", "0.0001"), "16,384", "64")[-1] == "yes"
+
+
 def test_lengths_pass_rate_and_budget(capsys):
     found = report(
         capsys,
@@ -141,13 +159,33 @@ def test_the_picture_is_drawn(capsys, tmp_path: Path):
         (["qwen9", "--gpu", "h200"], "no config at 'qwen9'"),
         (["qwen3-8b", "--gpu", "h200", "--tokens", "many"], "`tokens` must be a .json file"),
         (["qwen3-8b", "--gpu", "h200", "--busy-fraction", "50"], "`busy_fraction` must be in (0, 1]"),
-        (["qwen3-8b", "--gpu", "h200", "--pass-rate", "50"], "pass rate in [0, 1]"),
+        (["qwen3-8b", "--gpu", "h200", "--busy-fraction", "nan"], "`busy_fraction` must be a finite number"),
+        (["qwen3-8b", "--gpu", "h200", "--pass-rate", "50"], "`--pass-rate` must be in [0, 1]"),
+        (["qwen3-8b", "--gpu", "h200", "--iterations", "-5"], "`--iterations` must be at least 1"),
+        (["qwen3-8b", "--gpu", "h200", "--max-tokens", "0"], "`--max-tokens` must be at least 1"),
+        (["qwen3-8b", "--gpu", "h200", "--shards", "0"], "`--shards` must be at least 1"),
+        (["qwen3-8b", "--gpu", "h200", "--parameters", "-5"], "`parameters` must be > 0"),
+        (["qwen3-8b", "--gpu", "h200", "--trained-share", "3"], "`trained_share` must be in [0, 1]"),
+        (["qwen3-8b", "--gpu", "h200", "--context", "0"], "`context` must be a whole number >= 1"),
+        (["qwen3-8b", "--gpu", "h200", "--what-if", "gpus=0.5"], "`gpus` must be a whole number >= 1"),
+        (["qwen3-8b", "--gpu", "h200", "--what-if", "share_prefix=2"], "`share_prefix` must be true or false"),
+        (["qwen3-8b", "--gpu", "h200", "--what-if", "group=true"], "`group` must be a finite number"),
+        (["qwen3-8b", "--gpu", "h200", "--tokens", "nan"], "got count=512, mean=nan"),
+        (["qwen3-8b", "--gpu", "h200", "--tokens", "1000,inf"], "p95=inf"),
+        (["qwen3-8b", "--gpu", "h200", "--tokens", "EMPTY.json"], "EMPTY.json' is no JSON"),
+        (["EMPTY.json", "--gpu", "h200"], "EMPTY.json' is no JSON"),
+        (["LIST.json", "--gpu", "h200"], "LIST.json' holds a JSON list"),
+        (["qwen3-8b", "--gpu", "h200", "--measured", "."], "'.' is a folder; give the metrics.csv in it"),
+        (["qwen3-8b", "--gpu", "h200", "--measured", "ODD.csv"], "ODD.csv' is not what a CSVLogger writes"),
         (["qwen3-8b", "--gpu", "h200", "--what-if", "size=3"], "NAME=VALUE with a name out of tasks"),
         (["qwen3-8b", "--gpu", "h200", "--what-if", "context=long"], "needs a number"),
         (["qwen3-8b", "--gpu", "h200", "--measured", "none.csv"], "none.csv"),
     ],
 )
-def test_wrong_input_is_one_line_and_status_2(capsys, arguments, message):
+def test_wrong_input_is_one_line_and_status_2(capsys, monkeypatch, tmp_path, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    for name, text in (("EMPTY.json", ""), ("LIST.json", "[1, 2]"), ("ODD.csv", "throughput/devices\nmany\n")):
+        Path(name).write_text(text)
     assert main(["plan", *arguments]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""

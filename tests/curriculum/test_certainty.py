@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from lit_rl.curriculum import BetaPosterior, DynamicSampling, Interval, PassRate, TaskSampler, Variance
+from lit_rl.curriculum import BetaPosterior, DynamicSampling, Interval, PassRate, TaskSampler, Uniform, Variance
 from lit_rl.rollout.environment import Environment, Turn
 from lit_rl.trajectory import Trajectory
 from tests.rollout.collecting import collect, source
@@ -97,7 +97,7 @@ def test_outcomes_still_say_that_a_shaped_group_is_hopeless() -> None:
 
 def messages_of(rewards: list[list[float]], **options: Any) -> list[str]:
     """Warnings of a run whose iterations have one group of two tasks each."""
-    sampler = TaskSampler(["a", "b"], **options)
+    sampler = TaskSampler(["a", "b"], **({"rule": Interval()} | options))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for iteration, values in enumerate([*rewards, [1.0, 0.0]]):
@@ -111,7 +111,8 @@ def test_a_threshold_that_no_attempt_reaches_is_named_once() -> None:
     assert "no attempt of iteration 0 reached threshold=1, although the rewards differ in 2 of 2 groups" in message
     assert 'info["outcome"]' in message
     assert messages_of([[0.5, 0.2]] * 3, threshold=0.4) == []
-    assert messages_of([[0.5, 0.5], [0.0, 0.0], [1.0, 0.3]]) == []
+    assert messages_of([[0.5, 0.2]] * 3, rule=Uniform()) == []
+    assert messages_of([[0.5, 0.2]] * 3, threshold=0.5) == []
 
 
 # --- estimators of one's own --------------------------------------------------------------------------------------

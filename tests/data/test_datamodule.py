@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback
@@ -169,6 +170,19 @@ def test_unusable_settings_are_explained():
 def test_held_out_tasks_are_checked_at_construction(tasks, error, message):
     with pytest.raises(error, match=message):
         PackedDataModule(online(), max_tokens=40, validation_tasks=tasks)
+
+
+@pytest.mark.parametrize("kind", [np.int64, torch.tensor])
+def test_numbers_may_be_numpys_or_torchs(kind, tmp_path):
+    numbers = {"max_tokens": 24, "steps_per_iteration": 2, "seed": 3, "num_workers": 0, "validation_attempts": 1}
+    plain = PackedDataModule(random_trajectories(24), **numbers)
+    quiet_trainer().fit(PolicyModule(tiny_policy_model()), plain)
+    data = PackedDataModule(random_trajectories(24), **{name: kind(value) for name, value in numbers.items()})
+    trainer = quiet_trainer()
+    trainer.fit(PolicyModule(tiny_policy_model()), data)
+    trainer.save_checkpoint(tmp_path / "numbers.ckpt")
+    torch.load(tmp_path / "numbers.ckpt", weights_only=True)
+    assert data.iteration.plan.steps == plain.iteration.plan.steps
 
 
 def test_rewards_are_advantages_without_a_baseline():

@@ -6,6 +6,7 @@ import copy
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy
@@ -328,3 +329,13 @@ def test_a_model_that_cannot_be_loaded_is_named():
         PolicyModule(tiny_policy_model(), kl_coefficient=0.1, reference=PolicyModule(tiny_policy_model()))
     with pytest.raises(TypeError, match="must be a path or a torch module, got Qwen3Config"):
         PolicyModule(tiny_policy_model(), kl_coefficient=0.1, reference=tiny_config())
+
+
+def test_numbers_of_other_libraries_do_not_reach_the_checkpoint(tmp_path):
+    module = PolicyModule(
+        tiny_policy_model(), learning_rate=np.float64(1e-3), warmup_steps=np.int64(2), clip_high=torch.tensor(0.3)
+    )
+    _, trainer = fit(module)
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    checkpoint = torch.load(tmp_path / "last.ckpt", weights_only=True)
+    assert checkpoint["hyper_parameters"]["warmup_steps"] == 2

@@ -106,6 +106,14 @@ def test_the_context_of_the_model_is_the_default_limit() -> None:
     assert {len(t) for t in trajectories} == {20}
 
 
+def test_an_action_of_fixed_length_is_whole() -> None:
+    for t in collect(source(OneToken, end_ids=(), max_new_tokens=1)):
+        assert (t.truncated, t.info["stop"]) == (False, "done")
+    # The trajectory's own limit still is one.
+    cut = collect(source(OneToken, end_ids=(), max_new_tokens=9, max_trajectory_tokens=4))
+    assert all(t.truncated and t.info["stop"] == "max_trajectory_tokens" for t in cut)
+
+
 def test_truncation_is_a_flag_and_says_which_limit() -> None:
     ended = collect(source(OneToken, engine=ScriptedEngine([5, 6, END])))[0]
     at_limit = collect(source(OneToken, engine=ScriptedEngine([5, 6, 7], truncated=True), max_new_tokens=3))[0]

@@ -9,10 +9,12 @@ import torch
 from transformers import Gemma3Config
 from transformers.models.gemma3.modeling_gemma3 import Gemma3ForConditionalGeneration
 
+from lit_rl.data.summary import check_readable, summarize
 from lit_rl.policy.causal_lm import CausalLMPolicy
 from lit_rl.rollout.decoding import model_context, model_end_ids
 from lit_rl.rollout.environment import Turn
 from lit_rl.testing import tiny_policy_model
+from lit_rl.trajectory import Trajectory
 from tests.rollout.collecting import OneToken, collect, source
 from tests.rollout.toys import END, Chain, Dialogue, OwnNetwork, ScriptedEngine, make_tasks, tiny_policy
 
@@ -55,6 +57,9 @@ def test_a_composite_configuration_is_read_in_its_text_part() -> None:
     model = composite()
     assert getattr(model.config, "max_position_embeddings", None) is None
     assert model_context(model) == 48
+    long = Trajectory([3] * 50, [0] + [1] * 49, 1.0)
+    with pytest.warns(UserWarning, match="has 50 tokens, .* `max_position_embeddings`=48"):
+        check_readable(summarize([long]), model)
     model.generation_config.eos_token_id = model.config.eos_token_id = None
     assert model_end_ids(model) == [2]
 

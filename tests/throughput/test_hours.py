@@ -97,7 +97,7 @@ def test_wrong_assumptions_are_named(qwen):
         step_gpu_hours(qwen, "h200", busy=0.5)
     with pytest.raises(ValueError, match=r"`busy_fraction` must be in \(0, 1\], got 50"):
         step_gpu_hours(qwen, "h200", busy_fraction=50)
-    with pytest.raises(ValueError, match="`tasks` must be > 0"):
+    with pytest.raises(ValueError, match="`tasks` must be a whole number >= 1"):
         Assumptions(tasks=0)
     with pytest.raises(ValueError, match="`lengths` must hold"):
         Assumptions(lengths=[])

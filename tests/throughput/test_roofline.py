@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from lit_rl.testing import tiny_config
 from lit_rl.throughput import (
     ACCELERATORS,
     Accelerator,
@@ -88,6 +89,16 @@ def test_bits_and_what_fits(qwen):
     # 0.9 x 141e9 - 16.4e9 = 110.5e9 bytes for caches of 2.416e9
     assert sequences_that_fit(qwen, "h200", context=16_384) == 45
     assert sequences_that_fit(ModelShape.from_config("llama-3.1-70b"), "h100", context=2048) == 0
+
+
+def test_without_a_cache_there_is_no_limit(qwen):
+    mamba = ModelShape.from_config(tiny_config("mamba"))
+    assert sequences_that_fit(mamba, "h200", context=16_384) is None
+    assert sequences_that_fit(mamba, Accelerator(name="x", peak_flops=1, bandwidth=1, memory=1), context=16_384) == 0
+    # A cache that is scaled to next to nothing is still there.
+    small = qwen.with_cache_scaled(0.0001)
+    assert small.cache_bytes(16_384) == pytest.approx(0.0001 * qwen.cache_bytes(16_384))
+    assert sequences_that_fit(small, "h200", context=16_384) == pytest.approx(455_000, rel=0.02)
 
 
 @pytest.mark.parametrize(

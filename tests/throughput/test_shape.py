@@ -16,7 +16,7 @@ from lit_rl.throughput import LayerShape, ModelShape, model_flops
 EXACT = (
     "llama mistral qwen2 qwen3 qwen3_moe mixtral qwen2_moe gemma gemma2 gemma3_text gemma4_text phi phi3 phimoe gpt2 "
     "gpt_neo gpt_neox gptj gpt_bigcode opt bloom falcon mpt olmo olmo2 olmo3 olmoe cohere cohere2 starcoder2 stablelm "
-    "deepseek_v2 deepseek_v3 gpt_oss glm4 glm4_moe granite granitemoe smollm3 ernie4_5_moe minimax_m2 exaone4 seed_oss"
+    "deepseek_v2 deepseek_v3 gpt_oss glm4 glm4_moe granite granitemoe jetmoe smollm3 ernie4_5_moe minimax_m2 exaone4 seed_oss"
 )
 # Their scan or convolution is not counted, which the shape says.
 WITH_SCANS = ["jamba", "mamba", "bamba", "lfm2", "qwen3_next"]
@@ -55,6 +55,20 @@ def test_layers_without_attention_cache_nothing_and_are_noted(architecture):
     cache = output.get("past_key_values")
     assert shape.cache_bytes(3, bytes_per_value=1) == (0 if cache is None else cached_numbers(cache))
     assert "layers without softmax attention" in shape.notes[0]
+
+
+def test_stacked_experts_of_any_name_are_experts():
+    (layer,) = ModelShape.from_config(tiny_config("jetmoe")).layers
+    model = real_model("jetmoe")
+    stacked = [p for p in model.model.layers[0].parameters() if p.ndim == 3]
+    assert all(weight.shape[0] == layer.experts == 4 for weight in stacked)
+    assert layer.expert_weights == sum(weight.numel() for weight in stacked) // 4
+
+
+def test_gpt_neo_alternates_full_and_local_attention():
+    full, local = ModelShape.from_config(tiny_config("gpt_neo", window_size=4)).layers
+    assert (full.attention, full.window) == ("full", None)
+    assert (local.attention, local.window) == ("sliding", 4)
 
 
 def test_only_active_experts_are_multiplied():
