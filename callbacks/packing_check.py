@@ -18,7 +18,7 @@ class PackingCheck(Callback):
     """Runs `check_packing` when the fit starts, and again every n optimizer steps if asked.
 
     It packs a few short random segments, replaces the tokens of one, and looks whether log-probabilities or
-    gradients of any other move. A failure names the first module whose output changed.
+    gradients of any other move, in the precision of the run. A failure names the first module whose output changed.
 
     Args:
         every_n_steps: 0 checks at the start only; n also every n-th optimizer step.
@@ -42,17 +42,22 @@ class PackingCheck(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._check(pl_module)
+        self._check(trainer, pl_module)
 
     @override
     def on_before_zero_grad(self, trainer: Trainer, pl_module: LightningModule, optimizer: object) -> None:
         if self.every_n_steps > 0 and trainer.global_step > 0 and trainer.global_step % self.every_n_steps == 0:
-            self._check(pl_module)
+            self._check(trainer, pl_module)
 
-    def _check(self, module: LightningModule) -> None:
+    def _check(self, trainer: Trainer, module: LightningModule) -> None:
         if not isinstance(module, PolicyModule) or module.policy is None:
-            raise MisconfigurationException(f"`PackingCheck` needs a PolicyModule, got {type(module).__name__}")
-        self.verdict = check_packing(module.policy)
+            raise MisconfigurationException(
+                f"`PackingCheck` needs a PolicyModule, got {type(module).__name__}; for other modules call "
+                "`lit_rl.check_packing` on the language model"
+            )
+        # In the run's precision, whose kernels may be others than those the layout was settled with.
+        with trainer.precision_plugin.forward_context():
+            self.verdict = check_packing(module.policy)
         if self.verdict.ok:
             rank_zero_info(f"packing: {self.verdict.message}")
         elif self.action == "raise":

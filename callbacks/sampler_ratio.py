@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lit_rl.checks.sampler_ratio import ALLOWED_SHARE, ratio_verdict
-from lit_rl.metrics import LogRatioCounts
+from lit_rl.log_ratio import LogRatioCounts
 from lit_rl.monitoring import log_reduced, packed_batch
 
 

@@ -32,7 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="lit-rl",
         description="Reinforcement learning of language models.",
-        epilog="lit-rl fit | validate | predict: train, validate or sample from the command line and YAML files.",
+        epilog="lit-rl fit | validate | predict: train, validate or sample from the command line and YAML files. "
+        "Start from examples/fit.yaml of the repository: lit-rl fit --config examples/fit.yaml",
     )
     subcommands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (module, text) in COMMANDS.items():

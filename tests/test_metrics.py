@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lit_rl.data.collate import collate, filler_batch
-from lit_rl.metrics import LogRatioCounts, PaddingCounts, TokenMean, ZeroAdvantageCounts
+from lit_rl.log_ratio import LogRatioCounts
+from lit_rl.metrics import PaddingCounts, TokenMean, ZeroAdvantageCounts
 from lit_rl.trajectory import Trajectory
 from tests.helpers import random_trajectories
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from lit_rl.checks.verdict import Verdict
-from lit_rl.metrics import LogRatioCounts
+from lit_rl.log_ratio import LogRatioCounts
 
 ALLOWED_SHARE = 0.01
 """Share of tokens with a ratio more than 20% from 1 up to which the sampler counts as agreeing with the trainer.
@@ -44,7 +44,7 @@ def check_sampler_ratio(
         allowed_share: Largest share of tokens with a ratio more than 20% from 1 that still counts as agreement.
 
     Returns:
-        The verdict; its figures are those of `lit_rl.metrics.LogRatioCounts`.
+        The verdict; its figures are those of `lit_rl.log_ratio.LogRatioCounts`.
 
     Raises:
         ValueError: The two have different shapes, or `allowed_share` is not in [0, 1].
@@ -68,7 +68,7 @@ def ratio_verdict(figures: Mapping[str, float], *, allowed_share: float = ALLOWE
     """Judges figures that were already summed over microbatches and ranks.
 
     Args:
-        figures: From `lit_rl.metrics.LogRatioCounts`.
+        figures: From `lit_rl.log_ratio.LogRatioCounts`.
         allowed_share: See `check_sampler_ratio`.
 
     Returns:

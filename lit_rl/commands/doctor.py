@@ -8,12 +8,19 @@ import random
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from lit_rl.options import check_at_least
 
 if TYPE_CHECKING:
+    from lightning.pytorch import Callback, Trainer
+
+    from lit_rl.callbacks import GradientNormalizationCheck
     from lit_rl.checks.verdict import Verdict
     from lit_rl.policy.module import PolicyModule
     from lit_rl.trajectory import Trajectory
+
+T = TypeVar("T")
 
 NAMES = ("head", "packing", "sampler ratio", "normalization")
 
@@ -49,8 +56,10 @@ def run(arguments: argparse.Namespace) -> int:
 
     Raises:
         FileNotFoundError: The model or the data is not there.
-        ValueError: The data is not what it should be.
+        ValueError: The model, the data or an option is not what it should be.
     """
+    check_at_least(1, **{"--max-tokens": arguments.max_tokens})
+    check_at_least(2, **{"--trajectories": arguments.trajectories})
     logger = logging.getLogger("lightning.pytorch")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -66,8 +75,10 @@ def _run(arguments: argparse.Namespace) -> int:
     module = load_module(arguments.model, arguments.layout)
     trajectories = load_trajectories(arguments, module)
     failed = 0
-    print(f"\n{arguments.model}, {len(trajectories)} trajectories, token budget {arguments.max_tokens}\n")
-    for name, verdict in examine(module, trajectories, arguments):
+    verdicts = examine(module, trajectories, arguments)
+    size = f"{len(trajectories)} trajectories, token budget {arguments.max_tokens}"
+    print(f"\n{arguments.model}, {size}, precision {arguments.precision}\n")
+    for name, verdict in verdicts:
         failed += not verdict.ok
         print(f"  {'PASS' if verdict.ok else 'FAIL'}  {name:<14} {verdict.message}")
     print(f"\n{len(NAMES) - failed} of {len(NAMES)} checks passed\n")
@@ -86,6 +97,7 @@ def load_module(model: str, layout: Any) -> PolicyModule:
 
     Raises:
         FileNotFoundError: There is no such path.
+        ValueError: What is there cannot be loaded.
     """
     from transformers import AutoConfig
 
@@ -94,11 +106,23 @@ def load_module(model: str, layout: Any) -> PolicyModule:
     path = Path(model)
     if not path.exists():
         raise FileNotFoundError(f"`--model` is {model!r}, which does not exist; give a folder or a config.json")
-    has_weights = any(path.glob("*.safetensors")) or any(path.glob("*.bin"))
-    source = model if has_weights else AutoConfig.from_pretrained(model)
-    module = PolicyModule(source, objective="reinforce", learning_rate=0.0, layout=layout, loss_on="scored")
-    module.configure_model()
-    return module
+
+    def load() -> PolicyModule:
+        has_weights = any(path.glob("*.safetensors")) or any(path.glob("*.bin"))
+        source = model if has_weights else AutoConfig.from_pretrained(model)
+        module = PolicyModule(source, objective="reinforce", learning_rate=0.0, layout=layout, loss_on="scored")
+        module.configure_model()
+        return module
+
+    return _readable("--model", model, load)
+
+
+def _readable(option: str, given: str, load: Callable[[], T]) -> T:
+    """Says which option was given what cannot be read, whichever way the library that reads it fails."""
+    try:
+        return load()
+    except Exception as error:
+        raise ValueError(f"`{option}` is {given!r}, which cannot be read: {type(error).__name__}: {error}") from error
 
 
 def load_trajectories(arguments: argparse.Namespace, module: PolicyModule) -> list[Trajectory]:
@@ -113,6 +137,7 @@ def load_trajectories(arguments: argparse.Namespace, module: PolicyModule) -> li
 
     Raises:
         FileNotFoundError: The data is not there.
+        ValueError: It holds less than 2 trajectories, or something else.
     """
     from datasets import Dataset
 
@@ -122,8 +147,16 @@ def load_trajectories(arguments: argparse.Namespace, module: PolicyModule) -> li
         if not Path(arguments.data).exists():
             raise FileNotFoundError(f"`--data` is {arguments.data!r}, which does not exist")
         read = Dataset.from_parquet if arguments.data.endswith(".parquet") else Dataset.from_json
-        dataset = read(arguments.data)
-        return from_dataset(dataset.select(range(min(arguments.trajectories, len(dataset)))))
+
+        def load() -> list[Trajectory]:
+            dataset = read(arguments.data)
+            return from_dataset(dataset.select(range(min(arguments.trajectories, len(dataset)))))
+
+        # The reader of an empty file finds no column, and says so in a way of its own.
+        found = _readable("--data", arguments.data, load) if Path(arguments.data).stat().st_size else []
+        if len(found) < 2:
+            raise ValueError(f"`--data` is {arguments.data!r} with {len(found)} trajectories; at least 2 are needed")
+        return found
     assert module.policy is not None
     generator, size = random.Random(0), module.policy.model.get_output_embeddings().weight.shape[0]  # type: ignore[operator]
     made = []
@@ -148,18 +181,53 @@ def examine(
 
     Returns:
         Name and verdict, in the order of `NAMES`.
+
+    Raises:
+        ValueError: There is no such precision or accelerator here.
     """
+    from lit_rl.callbacks import GradientNormalizationCheck
     from lit_rl.checks.head import check_head
     from lit_rl.checks.packing import check_packing
 
     policy = module.policy
     assert policy is not None
-    return [
-        ("head", _guarded(lambda: check_head(policy))),
-        ("packing", _guarded(lambda: check_packing(policy))),
-        ("sampler ratio", _guarded(lambda: _sampler_ratio(module, trajectories, arguments.max_tokens))),
-        ("normalization", _guarded(lambda: _normalization(module, trajectories, arguments))),
-    ]
+    normalization = GradientNormalizationCheck(action="warn")
+    trainer = _trainer(arguments, normalization)
+    module.to(trainer.strategy.root_device)
+    trainer.precision_plugin.convert_module(module)
+
+    def as_in_training(check: Callable[[], Verdict]) -> Verdict:
+        policy.resolve_layout()  # Before the context, as in a fit: with full precision less is rounding.
+        with trainer.precision_plugin.forward_context():
+            return check()
+
+    checks: dict[str, Callable[[], Verdict]] = {
+        "head": lambda: as_in_training(lambda: check_head(policy)),
+        "packing": lambda: as_in_training(lambda: check_packing(policy)),
+        "sampler ratio": lambda: as_in_training(lambda: _sampler_ratio(module, trajectories, arguments.max_tokens)),
+        "normalization": lambda: _normalization(module, trajectories, arguments.max_tokens, trainer, normalization),
+    }
+    return [(name, _guarded(checks[name])) for name in NAMES]
+
+
+def _trainer(arguments: argparse.Namespace, callback: Callback) -> Trainer:
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+    try:
+        return Trainer(
+            accelerator=arguments.accelerator,
+            devices=1,
+            precision=arguments.precision,
+            max_steps=1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            callbacks=[callback],
+        )
+    except MisconfigurationException as error:
+        raise ValueError(str(error)) from error
 
 
 def _guarded(check: Callable[[], Verdict]) -> Verdict:
@@ -196,11 +264,11 @@ def _sampler_ratio(module: PolicyModule, trajectories: list[Trajectory], max_tok
             )
             for prompt, completion in zip(prompts, made, strict=True)
         ]
-    layout = policy.resolve_layout()
+    layout = policy.layout
     rows = pack_sequences([len(t) for t in trajectories], max(max_tokens, max(len(t) for t in trajectories)))
     ours, samplers = [], []
     for row in rows:
-        batch = collate([trajectories[index] for index in row], layout=layout)
+        batch = collate([trajectories[index] for index in row], layout=layout).to(module.device)
         with torch.no_grad():
             ours.append(policy(batch).log_probs)
         assert batch.sampler_log_probs is not None
@@ -208,27 +276,19 @@ def _sampler_ratio(module: PolicyModule, trajectories: list[Trajectory], max_tok
     return check_sampler_ratio(torch.cat(ours), torch.cat(samplers))
 
 
-def _normalization(module: PolicyModule, trajectories: list[Trajectory], arguments: argparse.Namespace) -> Verdict:
-    from lightning.pytorch import Trainer
-
-    from lit_rl.callbacks import GradientNormalizationCheck
+def _normalization(
+    module: PolicyModule,
+    trajectories: list[Trajectory],
+    max_tokens: int,
+    trainer: Trainer,
+    check: GradientNormalizationCheck,
+) -> Verdict:
+    from lit_rl.checks.verdict import Verdict
     from lit_rl.data.datamodule import PackedDataModule
 
-    check = GradientNormalizationCheck(action="warn", tolerance=1e-3 if "32" in arguments.precision else 2e-2)
-    trainer = Trainer(
-        accelerator=arguments.accelerator,
-        devices=1,
-        precision=arguments.precision,
-        max_steps=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[check],
-    )
     longest = max(len(t) for t in trajectories)
     # A budget that splits the trajectories, so that there is something to accumulate.
-    budget = max(longest, min(arguments.max_tokens, -(-sum(len(t) for t in trajectories) // 3)))
+    budget = max(longest, min(max_tokens, -(-sum(len(t) for t in trajectories) // 3)))
     trainer.fit(module, PackedDataModule(trajectories, max_tokens=budget, missing_rewards="ignore"))
-    assert check.verdict is not None
-    return check.verdict
+    nothing = Verdict(False, "the run ended before its first optimizer step, so nothing was compared")
+    return nothing if check.verdict is None else check.verdict

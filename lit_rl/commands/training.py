@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import warnings
 from collections.abc import Sequence
 
@@ -9,7 +11,8 @@ from collections.abc import Sequence
 def run(arguments: Sequence[str]) -> int:
     """Runs a training command; options and YAML files are those of LightningCLI.
 
-    Subclasses are named by `class_path`, in `--model`, `--data` and `--trainer.callbacks`. Run
+    Subclasses are named by `class_path`, in `--model`, `--data` and `--trainer.callbacks`; modules of the folder it is
+    called in can be named too. Run
     `lit-rl fit --help` for all options and `lit-rl fit --print_config` for a file to start from;
     `examples/fit.yaml` is a complete one.
 
@@ -42,6 +45,9 @@ def run(arguments: Sequence[str]) -> int:
             known = LightningCLI.subcommands()
             return {name: known[name] for name in TRAINING}
 
+    # As with `python -m`, but behind everything that is installed.
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
     # It warns whenever it is given arguments, which here are the command line's own.
     warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
     TrainingCLI(

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 from torch import Tensor, nn
 
-from lit_rl.rollout.decoding import model_context
 from lit_rl.data.files import read_dataset
+from lit_rl.rollout.decoding import model_context
 from lit_rl.trajectory import Trajectory, trajectory_from_row
 
 if TYPE_CHECKING:

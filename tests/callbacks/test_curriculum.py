@@ -77,6 +77,16 @@ def test_starving_warns_once() -> None:
     assert "12 excluded as easy" in messages[0]
 
 
+def test_fractions_that_never_reach_the_threshold_do_not_starve_the_training() -> None:
+    def sixths(task_id: str, iteration: int) -> list[float]:
+        return [((int(task_id.split("-")[1]) + iteration + attempt) % 6) / 6 for attempt in range(4)]
+
+    with pytest.warns(UserWarning, match=r"no attempt of iteration 0 reached threshold=1") as caught:
+        metrics = fit(PassRateCurriculum(), RolloutDataModule(IDS, 6, sixths))
+    assert len([w for w in caught if "threshold" in str(w.message)]) == 1
+    assert (metrics["pool_size"], metrics["tasks_drawn"], metrics["observed_live_share"]) == (12, 6, 1.0)
+
+
 CONFIGURATIONS = [
     {},
     {"low": 0.1, "high": 0.9, "estimator": "beta_posterior", "revisit": 2},

@@ -5,14 +5,18 @@ import warnings
 
 import pytest
 import torch
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
-from lit_rl import CausalLMPolicy, Trajectory, collate
+from lit_rl import CausalLMPolicy, PackedDataModule, PolicyModule, Trajectory, collate
+from lit_rl.callbacks import PackingCheck
 from lit_rl.checks.packing import check_packing
 from lit_rl.checks.verdict import Verdict
 from lit_rl.data.batch import PackedBatch
 from lit_rl.policy.attention import attention_name
 from lit_rl.testing import oracle_log_probs, tiny_policy_model
+from tests.helpers import quiet_trainer, random_trajectories
 
 
 class RunningPositions(CausalLMPolicy):
@@ -210,6 +214,24 @@ def test_the_tolerance_can_be_set() -> None:
     assert not check_packing(CausalLMPolicy(tiny_policy_model("qwen3")), tolerance=0.0).ok
     with pytest.raises(TypeError, match="got str"):
         check_packing("model")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+def test_the_callback_checks_in_the_precision_of_the_run(precision: str) -> None:
+    check = PackingCheck()
+    trainer = quiet_trainer(callbacks=[check], precision=precision)
+    trainer.fit(PolicyModule(tiny_policy_model("qwen3")), PackedDataModule(random_trajectories(8), max_tokens=64))
+    assert check.verdict is not None
+    assert check.verdict.ok
+    assert check.verdict.figures["tolerance_nats"] == (1e-4 if precision == "32-true" else 0.25)
+
+
+def test_the_callback_says_what_other_modules_can_use() -> None:
+    trainer = quiet_trainer(callbacks=[PackingCheck()])
+    with pytest.raises(
+        MisconfigurationException, match=r"got BoringModel; for other modules call `lit_rl\.check_packing`"
+    ):
+        trainer.fit(BoringModel())
 
 
 def test_a_verdict_is_no_boolean() -> None:

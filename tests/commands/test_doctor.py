@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 
 import pytest
+import torch
 
 from lit_rl import to_dataset
+from lit_rl.checks import head, packing
 from lit_rl.cli import main
 from lit_rl.commands import doctor
 from lit_rl.testing import tiny_policy_model
@@ -29,6 +31,30 @@ def test_a_healthy_model_passes(saved, architecture, capsys):
     output = capsys.readouterr().out
     assert output.count("PASS") == 4
     assert "FAIL" not in output
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_every_check_runs_in_the_precision_of_the_run(saved, precision, capsys, monkeypatch):
+    seen = {}
+
+    def watched(name, check):
+        def run(policy, *arguments, **options):
+            dtype = next(policy.parameters()).dtype
+            seen[name] = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else dtype
+            return check(policy, *arguments, **options)
+
+        return run
+
+    monkeypatch.setattr(head, "check_head", watched("head", head.check_head))
+    monkeypatch.setattr(packing, "check_packing", watched("packing", packing.check_packing))
+    scored = doctor._sampler_ratio
+    ratio = watched("ratio", lambda policy, module, *rest: scored(module, *rest))
+    monkeypatch.setattr(doctor, "_sampler_ratio", lambda module, *rest: ratio(module.policy, module, *rest))
+    assert main(["doctor", "--model", str(saved()), "--precision", precision]) == 0
+    assert seen == dict.fromkeys(("head", "packing", "ratio"), torch.bfloat16)
+    output = capsys.readouterr().out
+    assert f"precision {precision}" in output
+    assert output.count("PASS") == 4
 
 
 def test_own_trajectories_and_a_bare_config(saved, tmp_path, capsys):
@@ -55,6 +81,40 @@ def test_what_is_not_there_is_said(capsys, saved):
     assert "`--model` is '/nowhere', which does not exist" in capsys.readouterr().err
     assert main(["doctor", "--model", str(saved()), "--data", "/nowhere.parquet"]) == 2
     assert "`--data` is '/nowhere.parquet'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--max-tokens", "-3"], "`--max-tokens` must be at least 1, got -3"),
+        (["--trajectories", "0"], "`--trajectories` must be at least 2, got 0"),
+        (["--precision", "half"], "Precision 'half' is invalid"),
+        (["--accelerator", "abacus"], "abacus"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(saved, capsys, options, message):
+    assert main(["doctor", "--model", str(saved()), *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_files_that_cannot_be_read_are_refused(saved, tmp_path, capsys):
+    for name, text in (("broken.json", "{"), ("empty.json", ""), ("list.json", "[1, 2]"), ("object.json", "{}")):
+        (tmp_path / name).write_text(text)
+        assert main(["doctor", "--model", str(tmp_path / name)]) == 2, name
+        assert f"{name}', which cannot be read" in capsys.readouterr().err
+    model = str(saved())
+    for name, text in (
+        ("empty.jsonl", ""),
+        ("broken.jsonl", "{"),
+        ("other.jsonl", '{"a": 1}\n'),
+        ("blank.jsonl", "\n"),
+    ):
+        (tmp_path / name).write_text(text)
+        assert main(["doctor", "--model", model, "--data", str(tmp_path / name)]) == 2, name
+        assert f"`--data` is '{tmp_path / name}'" in capsys.readouterr().err
+    to_dataset(random_trajectories(1)).to_parquet(tmp_path / "one.parquet")
+    assert main(["doctor", "--model", model, "--data", str(tmp_path / "one.parquet")]) == 2
+    assert "with 1 trajectories; at least 2 are needed" in capsys.readouterr().err
 
 
 def test_fit_from_a_yaml_file_with_all_callbacks(saved, tmp_path, monkeypatch):

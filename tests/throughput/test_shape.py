@@ -16,7 +16,8 @@ from lit_rl.throughput import LayerShape, ModelShape, model_flops
 EXACT = (
     "llama mistral qwen2 qwen3 qwen3_moe mixtral qwen2_moe gemma gemma2 gemma3_text gemma4_text phi phi3 phimoe gpt2 "
     "gpt_neo gpt_neox gptj gpt_bigcode opt bloom falcon mpt olmo olmo2 olmo3 olmoe cohere cohere2 starcoder2 stablelm "
-    "deepseek_v2 deepseek_v3 gpt_oss glm4 glm4_moe granite granitemoe jetmoe smollm3 ernie4_5_moe minimax_m2 exaone4 seed_oss"
+    "deepseek_v2 deepseek_v3 gpt_oss glm4 glm4_moe granite granitemoe jetmoe smollm3 ernie4_5_moe minimax_m2 exaone4 "
+    "seed_oss"
 )
 # Their scan or convolution is not counted, which the shape says.
 WITH_SCANS = ["jamba", "mamba", "bamba", "lfm2", "qwen3_next"]
