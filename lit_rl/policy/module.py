@@ -25,15 +25,14 @@ from lit_rl.objectives import DEFAULT_CLIPS, Correction, CorrectionLevel, Object
 from lit_rl.options import check_above, check_at_least, check_choices, check_real
 from lit_rl.policy.backbone import load_causal_lm
 from lit_rl.policy.causal_lm import CausalLMPolicy
+from lit_rl.policy.loss import LossOn, StepLoss
+from lit_rl.policy.loss_checks import explain_gradient, explain_loss, required
 from lit_rl.policy.reference import build_reference, match_layout, score_reference
-from lit_rl.policy.step_loss import check_losses, explain_gradient, explain_loss, required
 from lit_rl.policy.step_metrics import StepSums, with_prefix
 from lit_rl.trajectory import Trajectory
 
-LossOn = Literal["live", "scored"]
 
-
-class PolicyModule(LightningModule):
+class PolicyModule(StepLoss, LightningModule):
     """A language model trained by reinforcement, one packed microbatch at a time.
 
     Subclass it and override `objective` for another loss, or `configure_optimizers` for another optimizer. The loss
@@ -85,10 +84,6 @@ class PolicyModule(LightningModule):
         >>> module.loss_on
         'live'
     """
-
-    # Whether each token's loss depends on its own log-probability only, as in all named objectives. Then loss and
-    # gradient are formed in one pass over the output layer. A class that overrides `objective` has to say so itself.
-    token_local = True
 
     def __init__(
         self,
@@ -160,54 +155,6 @@ class PolicyModule(LightningModule):
             self._set_policy(network)
 
     # --- what a user overrides ---------------------------------------------------------------------------------
-
-    def objective(self, log_probs: Tensor, batch: PackedBatch) -> Tensor:
-        """Loss of each scored token; the one method to override for another loss.
-
-        Args:
-            log_probs: [M] log-probabilities of the scored tokens in nats, with gradient.
-            batch: The microbatch; its per-scored-token fields (`advantages`, `old_log_probs`, `sampler_log_probs`,
-                `scored_segments`) have the length and dtype of `log_probs`. It is one part of a step: what depends
-                on statistics of the whole step belongs into the trajectories, before they are split.
-
-        Returns:
-            [M] losses, neither summed nor averaged.
-        """
-        advantages = required(batch.advantages, "advantages")
-        if self.objective_name == "reinforce":
-            return objectives.reinforce(log_probs, advantages)
-        if self.objective_name == "supervised":
-            return objectives.supervised(log_probs)
-        clips = {"clip_low": self.clip_low, "clip_high": self.clip_high}
-        if self.objective_name == "gspo":
-            return objectives.gspo(log_probs, batch.old_log_probs, advantages, batch.scored_segments, **clips)
-        loss = objectives.cispo if self.objective_name == "cispo" else objectives.clipped_ratio
-        return loss(log_probs, batch.old_log_probs, advantages, **clips)
-
-    def token_metrics(self, log_probs: Tensor, batch: PackedBatch) -> dict[str, Tensor]:
-        """Numbers per scored token whose mean over the step is logged as `train/NAME`.
-
-        Args:
-            log_probs: [M] log-probabilities in nats, detached.
-            batch: The microbatch, as in `objective`.
-
-        Returns:
-            Name to [M]; the same names for every microbatch, also one without scored tokens.
-        """
-        if batch.advantages is None:
-            return {"log_prob": log_probs}
-        clips = {"clip_low": self.clip_low, "clip_high": self.clip_high}
-        old, moved = batch.old_log_probs, log_probs
-        if self.objective_name == "gspo" and old is not None:
-            moved = old + objectives.sequence_log_ratio(log_probs, old, batch.scored_segments)
-        diagnostics = objectives.ratio_diagnostics(moved, old, batch.advantages, **clips)
-        return {
-            "log_prob": log_probs,
-            "ratio": diagnostics.ratio,
-            "clip_ratio/low": diagnostics.clipped_low,
-            "clip_ratio/high": diagnostics.clipped_high,
-            "kl": diagnostics.kl,
-        }
 
     @override
     def configure_optimizers(self) -> OptimizerLRScheduler:
@@ -331,52 +278,6 @@ class PolicyModule(LightningModule):
             counts = {"microbatches": data["microbatches"], "per_step": data["microbatches_per_step"]}
             settle_progress(checkpoint, iteration=data["iteration"], **counts)
 
-    @property
-    def is_supervised(self) -> bool:
-        """Whether the loss needs no rewards."""
-        return self.objective_name == "supervised" and not self._overrides_objective()
-
-    @property
-    def needs_old_log_probs(self) -> bool:
-        """Whether the objective compares with the policy before the iteration's first update."""
-        by_name = self.objective_name in ("clipped_ratio", "gspo", "cispo")
-        return by_name or self._overrides_objective() or self.sampler_correction != "none"
-
-    def weighted_losses(
-        self, batch: PackedBatch, log_probs: Tensor, part: slice = slice(None), *, entropy: Tensor | None = None
-    ) -> Tensor:
-        """What some scored tokens add to the loss of their step.
-
-        That is weight x (correction x `objective` + KL term - entropy bonus).
-
-        Args:
-            batch: The microbatch, with weights, and passed through `with_reference`.
-            log_probs: [m] log-probabilities of the scored tokens in `part`, in nats, with gradient.
-            part: Which of the M scored tokens are meant.
-            entropy: [m] entropies in nats, where the loss has an entropy bonus.
-
-        Returns:
-            [m] losses, to be added up.
-
-        Raises:
-            TypeError: `objective` returned no tensor.
-            ValueError: It returned another shape than [m] or no gradient, or the batch lacks a field.
-        """
-        weights = required(batch.weights, "weights")[part]
-        seen = (batch if part == slice(None) else batch.scored_slice(part)).like(log_probs)
-        if seen.old_log_probs is None:
-            # Before the only update of an iteration the policy is its own reference.
-            seen = seen.replace(old_log_probs=log_probs.detach())
-        losses = check_losses(self.objective(log_probs, seen), log_probs)
-        if self.sampler_correction != "none":
-            losses = losses * self._sampler_weights(seen)
-        if self.kl_coefficient > 0:
-            reference = required(seen.reference_log_probs, "reference_log_probs")
-            losses = losses + self.kl_coefficient * objectives.reference_kl(log_probs, reference)
-        if entropy is not None:
-            losses = losses - self.entropy_bonus * entropy
-        return weights.to(losses.dtype) * losses
-
     def with_reference(self, batch: PackedBatch) -> PackedBatch:
         """The microbatch with the reference's log-probabilities, where the loss has a KL term.
 
@@ -413,32 +314,6 @@ class PolicyModule(LightningModule):
             raise MisconfigurationException(verdict.message)
         match_layout(self._policy(), self.reference)
         self._checked = True
-
-    def _overrides_objective(self) -> bool:
-        return type(self).objective is not PolicyModule.objective
-
-    def _is_token_local(self) -> bool:
-        if self.objective_name == "gspo" or (self.sampler_correction != "none" and self.correction_level == "sequence"):
-            return False
-        # Whoever overrides `objective` has to say it there or further down.
-        last = next(kind for kind in type(self).__mro__ if {"objective", "token_local"} & vars(kind).keys())
-        return bool(vars(last).get("token_local", False))
-
-    def _default_loss_on(self) -> LossOn:
-        without_advantage = self.objective_name == "supervised" or self.entropy_bonus > 0 or self.kl_coefficient > 0
-        return "scored" if without_advantage or self._overrides_objective() else "live"
-
-    def _sampler_weights(self, batch: PackedBatch) -> Tensor:
-        """[m] what each token's loss is multiplied with; `batch` has old log-probabilities."""
-        assert self.sampler_correction != "none"
-        return objectives.importance_weights(
-            required(batch.old_log_probs, "old_log_probs"),
-            required(batch.sampler_log_probs, "sampler_log_probs"),
-            mode=self.sampler_correction,
-            level=self.correction_level,
-            limit=self.correction_limit,
-            segments=batch.scored_segments,
-        )
 
     def _add_metrics(self, loss: Tensor, log_probs: Tensor, entropy: Tensor | None, batch: PackedBatch) -> None:
         weights = required(batch.weights, "weights")
