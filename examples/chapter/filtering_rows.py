@@ -111,6 +111,7 @@ def _with_means(runs: Runs) -> list[Row]:
         Row(f"{label}: held-out pass rate, unfiltered", "-", _held_out(full)),
         Row(f"{label}: held-out pass rate, filtered", "-", _held_out(hard)),
         Row(f"{label}: difference by seed", "-", *difference(runs, PAIR[1], "token_mean")),
+        Row("filtered with the constant less unfiltered with `token_mean`", "-", *paired(of_arm(runs, PAIR[1]), full)),
     ]
 
 
@@ -147,8 +148,21 @@ def difference(runs: Runs, arm: str, normalization: Divisor = "constant") -> tup
     Returns:
         Mean and standard error, and a sentence.
     """
-    full = {run["seed"]: run["held_out"][-1] for run in of_arm(runs, "unfiltered", normalization)}
-    pairs = [run["held_out"][-1] - full[run["seed"]] for run in of_arm(runs, arm, normalization)]
+    return paired(of_arm(runs, arm, normalization), of_arm(runs, "unfiltered", normalization))
+
+
+def paired(runs: Runs, others: Runs) -> tuple[str, str]:
+    """Held-out pass rate of some runs less that of others on the same seeds.
+
+    Args:
+        runs: One per seed.
+        others: One per seed.
+
+    Returns:
+        As `difference`.
+    """
+    theirs = {run["seed"]: run["held_out"][-1] for run in others}
+    pairs = [run["held_out"][-1] - theirs[run["seed"]] for run in runs]
     if len(pairs) < 2:
         return f"{pairs[0]:+.3f}", "one seed resolves nothing"
     error = stdev(pairs) / math.sqrt(len(pairs))
