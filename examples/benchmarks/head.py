@@ -252,6 +252,7 @@ def draw(results: dict[int, dict[str, dict[str, float]]], path: Path) -> None:
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.ticker import NullFormatter
 
     figure, axes = pyplot.subplots(1, 2, figsize=(12, 4.5))
     measured = [row for row in ROWS if any(row in rows for rows in results.values())]
@@ -262,6 +263,11 @@ def draw(results: dict[int, dict[str, dict[str, float]]], path: Path) -> None:
             axis.plot([t for t, _ in points], [r[key] / unit for _, r in points], **style)
     for axis, title in ((axes[0], "forward and backward, s"), (axes[1], "memory beyond inputs and gradients, GB")):
         axis.set(xlabel="tokens", title=title, xscale="log", yscale="log")
+        axis.set_xticks(list(results), [f"{tokens:,}" for tokens in results])
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.xaxis.set_minor_formatter(NullFormatter())
+        axis.yaxis.set_minor_formatter(NullFormatter())
+        axis.grid(alpha=0.25)
     axes[1].legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     figure.tight_layout()
     figure.savefig(path, dpi=120)
