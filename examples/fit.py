@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from lightning.pytorch import Trainer
+from argparse import Namespace
+
 from transformers import Qwen3ForCausalLM
 
-from examples.bugfix.demonstrations import demonstrations
 from examples.bugfix.model import build_model
-from examples.bugfix.tasks import practice_tasks
-from lit_rl import PackedDataModule, PolicyModule
+from examples.bugfix.train import imitate
 
 
 def imitated_policy(number: int = 6000, seed: int = 0) -> Qwen3ForCausalLM:
@@ -22,22 +21,5 @@ def imitated_policy(number: int = 6000, seed: int = 0) -> Qwen3ForCausalLM:
         The model; an untrained one would never submit a program, and a reward that is always 0 teaches nothing.
     """
     model = build_model(seed)
-    data = PackedDataModule(
-        demonstrations(practice_tasks(number), seed=seed),
-        max_tokens=2048,
-        trajectories_per_step=16,
-        baseline="none",
-        scale="none",
-        seed=seed,
-    )
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_epochs=1,
-        gradient_clip_val=1.0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(PolicyModule(model, objective="supervised", learning_rate=2e-3, warmup_steps=20), data)
+    imitate(model, Namespace(seed=seed, demonstrations=number, devices=1, max_tokens=2048))
     return model

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from examples.chapter.table import Row, Section
 from lit_rl import CausalLMPolicy, Trajectory, Verdict, check_normalization, collate, group_advantages, loss_weights
-from lit_rl.checks.normalization import relation, take_gradients
+from lit_rl.checks.gradients import relation, take_gradients
 from lit_rl.objectives import reinforce
 
 MICROBATCHES = 4

@@ -17,7 +17,7 @@ import numpy as np
 from examples.chapter import accumulation, gym
 from examples.chapter.table import gigabytes, percent
 from lit_rl import plan_steps
-from lit_rl.checks.normalization import relation
+from lit_rl.checks.gradients import relation
 from lit_rl.throughput import ModelShape, memory_breakdown, padded_share
 
 BEFORE, AFTER = 4, 16

@@ -12,10 +12,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from lit_rl.checks.gradients import Gradient, distance, norm
-from lit_rl.checks.gradients import combine as combine
-from lit_rl.checks.gradients import relation as relation
-from lit_rl.checks.gradients import take_gradients as take_gradients
+from lit_rl.checks.gradients import Gradient, combine, distance, norm, relation, take_gradients
 from lit_rl.checks.verdict import Verdict
 from lit_rl.policy.precision import least_precise
 from lit_rl.policy.probe import device_of

@@ -7,6 +7,7 @@ from dataclasses import asdict, fields, replace
 from typing import Any, get_args
 
 from lit_rl.commands.plan import given_assumptions, parse_what_if
+from lit_rl.options import check_at_least
 from lit_rl.throughput import (
     Accelerator,
     Assumptions,
@@ -72,10 +73,8 @@ def build_report(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _check(arguments: argparse.Namespace) -> None:
     """Refuses what no formula would notice; the assumptions check themselves."""
-    for name in ("iterations", "max_tokens", "shards"):
-        value = getattr(arguments, name)
-        if value is not None and value < 1:
-            raise ValueError(f"`--{name.replace('_', '-')}` must be at least 1, got {value}")
+    counts = {"--iterations": arguments.iterations, "--max-tokens": arguments.max_tokens, "--shards": arguments.shards}
+    check_at_least(1, **counts)
     if arguments.pass_rate is not None and not 0 <= arguments.pass_rate <= 1:
         raise ValueError(f"`--pass-rate` must be in [0, 1], got {arguments.pass_rate:g}")
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lit_rl.checks.gradients import whole
 from lit_rl.data.batch import PackedBatch
 
 _MISSING = {
@@ -99,7 +100,7 @@ def explain_loss(loss: float, seen: list[tuple[PackedBatch, Tensor]]) -> str:
 
 
 def explain_gradient(norm: float, parameters: Mapping[str, Tensor]) -> str:
-    """Names the first parameter whose gradient is no number.
+    """Names the first parameter whose gradient is no number; every rank must call it.
 
     Args:
         norm: Of the whole gradient; not finite.
@@ -109,8 +110,7 @@ def explain_gradient(norm: float, parameters: Mapping[str, Tensor]) -> str:
         What happened and where to look.
     """
     gradients = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
-    parts = {name: getattr(gradient, "to_local", lambda part=gradient: part)() for name, gradient in gradients.items()}
-    first = next((name for name, part in parts.items() if not bool(torch.isfinite(part).all())), None)
+    first = next((name for name, gradient in gradients.items() if not torch.isfinite(whole(gradient)).all()), None)
     where = "the norm overflows" if first is None else f"that of `{first}` is the first with NaN or infinite values"
     return (
         f"the loss of a step is finite, but the norm of its gradient is {norm}: {where}; the weights were not updated. "

@@ -13,7 +13,8 @@ from torch import nn
 
 from lit_rl import PackedDataModule, PolicyModule, Trajectory, check_normalization
 from lit_rl.callbacks import GradientNormalizationCheck, PackingCheck, grad_normalization
-from lit_rl.checks.normalization import Allowed, combine, compare, relation
+from lit_rl.checks.gradients import combine, relation
+from lit_rl.checks.normalization import Allowed, compare
 from lit_rl.data.iteration import IterationOptions, build_iteration
 from lit_rl.testing import tiny_policy_model
 from tests.helpers import quiet_trainer, random_trajectories

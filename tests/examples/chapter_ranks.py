@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lit_rl import CausalLMPolicy, Trajectory, collate, loss_weights
-from lit_rl.checks.normalization import relation, take_gradients
+from lit_rl.checks.gradients import relation, take_gradients
 from lit_rl.objectives import supervised
 from lit_rl.testing import tiny_policy_model
 
